@@ -1,0 +1,720 @@
+# SPDX-License-Identifier: MIT
+"""Masked cross-entropy in plain PyTorch: the reference, and the specification of masked_ce_triton.py.
+
+Every masked loss is a weighted sum of per-token losses,
+
+    L = sum_i w_i * l_i            dL/dlogits_i = w_i * (softmax(logits_i) - target_i)
+
+and mask, reduction, micro-batches, ranks and packing only choose w. w_i = 0 means that the token is
+not there: nothing in its row reaches a result, and its gradient is exactly 0, even where the row
+holds NaN. So rows are *selected* by w before any arithmetic; `loss * mask` computes 0 * NaN.
+
+Symbols  N tokens, V vocabulary, H hidden size; a_i token weight (the mask), w_i = a_i / divisor
+         z = logits after softcap and temperature, m = max z, s = sum exp(z - m), lse = m + log s
+         q target probabilities (a label is a one-hot q), t teacher logits, tm = max t
+Counts   "2R 1W" beside a step: it reads N*V elements twice and writes them once
+Order    weights; row statistics and gradient; the chunked linear path; autograd; the front door
+"""
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+NAN, INF = float("nan"), float("inf")
+
+
+# ------------------------------------------------------------------------------------ weights
+def shift_labels(
+    labels: Tensor,  # (..., T)
+    ignore_index: int = -100,
+    cu_seqlens: Optional[Tensor] = None,  # (samples + 1,) int
+) -> Tensor:  # (..., T)
+    """Position i gets the label of token i + 1, the last position of a sample `ignore_index`.
+
+    A loss mask shifts the same way, with ignore_index=0. With cu_seqlens a sample is a segment of the
+    flattened tokens. ValueError: no token axis; an ignore_index that the dtype cannot hold.
+
+    >>> shift_labels(torch.tensor([5, 6, 7, 8, 9]), cu_seqlens=torch.tensor([0, 3, 5])).tolist()
+    [6, 7, -100, 9, -100]
+    """
+    is_mask = labels.is_floating_point() or labels.dtype == torch.bool
+    low, high = (0, 0) if is_mask else (torch.iinfo(labels.dtype).min, torch.iinfo(labels.dtype).max)
+    if labels.dim() == 0 or not low <= ignore_index <= high:
+        raise ValueError(f"labels of shape {tuple(labels.shape)} and {labels.dtype} do not shift with "
+                         f"ignore_index={ignore_index}; a mask takes 0")
+    flat = labels if cu_seqlens is None else labels.reshape(-1)
+    shifted = torch.cat([flat[..., 1:], torch.full_like(flat[..., :1], ignore_index)], -1)
+    if cu_seqlens is not None:
+        segment, valid = _segments(cu_seqlens, flat)
+        last = torch.cat([segment[1:] != segment[:-1], segment[:1] >= 0])
+        shifted = shifted.masked_fill(last, ignore_index)
+        if not is_mask:  # no finite loss from bad segments: a label out of every range
+            shifted = shifted.masked_fill(~valid, low)
+    return shifted.view(labels.shape)
+
+
+def token_weights(
+    keep: Tensor,  # (...) bool or any number type: the token weights a
+    reduction: str = "mean",
+    *,
+    cu_seqlens: Optional[Tensor] = None,
+    num_items=None,  # number or 0-dim tensor
+    process_group=None,
+) -> Tensor:  # (...) float32, float64 where keep is
+    """w = a / sum(a) for "mean", a / (its sample's sum of a) / samples for "sample_mean", else a.
+
+    num_items replaces the divisor: the kept tokens, or the samples that keep one, over everything that
+    is added up (0 gives zeros). process_group: ranks with other tokens of the *same* samples.
+
+    >>> token_weights(torch.tensor([[1, 1], [1, 0]]), "sample_mean").tolist()
+    [[0.25, 0.25], [0.5, 0.0]]
+    """
+    if reduction not in ("mean", "sum", "none", "sample_mean"):
+        raise ValueError(f"reduction must be mean, sum, none or sample_mean, got {reduction!r}")
+    a = _countable(keep)
+    w = a.to(_accumulator(a.dtype))
+    if num_items is not None:
+        if reduction in ("sum", "none"):
+            raise ValueError(f"num_items={num_items} replaces a mean's divisor, {reduction!r} has none")
+        if not isinstance(num_items, Tensor):
+            _number("num_items", num_items, lambda n: 0 <= n < INF)
+            num_items = w.new_full((), num_items)  # a fill on the device, where tensor() would copy
+        if num_items.dim() or num_items.requires_grad or num_items.dtype == torch.bool:
+            raise ValueError(f"num_items must be a 0-dim number without grad, got {num_items!r}")
+        _check(num_items >= 0, lambda _: f"num_items must not be negative, got {num_items}")
+    if reduction in ("mean", "sample_mean"):
+        _check(a >= 0, lambda i: f"token weights under {reduction!r} must not be negative, "
+                                 f"got {a.reshape(-1)[i].item()} at token {i}")
+        divisor = num_items
+        if reduction == "sample_mean":
+            sums, of_token = _sample_sums(a, cu_seqlens)
+            sums = _sum_over(sums, process_group)
+            w = (w / of_token(sums)).to(w.dtype)
+            divisor = (sums != 0).sum() if num_items is None else num_items
+        elif num_items is None:
+            divisor = _sum_over(a.sum(), process_group)
+        w = torch.where((a != 0) & (divisor != 0), w / divisor, 0.0).to(w.dtype)
+        w = torch.where((a < 0) | (divisor < 0), NAN, w)
+    return w if cu_seqlens is None else torch.where(_segments(cu_seqlens, a)[1], w, NAN)
+
+
+def count_items(
+    keep: Tensor, reduction="mean", *, cu_seqlens: Optional[Tensor] = None, process_group=None
+) -> Tensor:  # 0-dim, int64 (floating for "mean" where keep is)
+    """The divisor: kept tokens (the sum of `keep`) or samples that keep one, over process_group.
+
+    >>> count_items(torch.tensor([[True, True], [False, False]]), "sample_mean").item()
+    1
+    """
+    if reduction not in ("mean", "sample_mean"):
+        raise ValueError(f"only mean and sample_mean have a count, got reduction={reduction!r}")
+    a = _countable(keep)
+    count = a.sum() if reduction == "mean" else (_sample_sums(a != 0, cu_seqlens)[0] != 0).sum()
+    if cu_seqlens is not None:  # a negative count makes every weight NaN
+        count = torch.where(_segments(cu_seqlens, keep)[1], count, -1)
+    return _sum_over(count, process_group)
+
+
+def _countable(keep: Tensor) -> Tensor:
+    """Counts are exact: bools and integers as int64, floats in float32 (in bf16, 257 ones make 256)."""
+    if not isinstance(keep, Tensor) or keep.is_complex():
+        raise TypeError(f"a mask must be a real tensor, got {getattr(keep, 'dtype', type(keep))}")
+    if keep.requires_grad:
+        raise ValueError(f"a mask must not require grad, got {keep!r}")
+    return keep.to(_accumulator(keep.dtype) if keep.is_floating_point() else torch.int64)
+
+
+def _sample_sums(a: Tensor, cu_seqlens):
+    """-> the sum of `a` in each sample, and a function that hands each token its sample's value."""
+    if cu_seqlens is None:  # a sample is one index of the first dimension, or the whole of a 1-D one
+        shape = (a.shape[0] if a.dim() > 1 else 1, *[1] * (a.dim() - 1))
+        sums = a.reshape(shape[0], a.numel() // max(shape[0], 1)).sum(1)
+        return sums, lambda x: x.view(shape) if a.dim() else x[0]
+    segment, valid = _segments(cu_seqlens, a)
+    # float64 counts exactly; segment_reduce adds in a fixed order, index_add_ would not. unsafe=True
+    # skips a check that synchronises: offsets that failed ours become empty segments first.
+    sums = torch.segment_reduce(
+        a.reshape(-1).double(), "sum", offsets=cu_seqlens * valid, unsafe=True, initial=0)
+    return sums, lambda x: x[segment].view(a.shape)
+
+
+def _segments(cu_seqlens: Tensor, tokens: Tensor):
+    """-> the segment of each flattened token, and a 0-dim bool: do cu_seqlens rise from 0 to N?"""
+    n = tokens.numel()
+    _expect("cu_seqlens", cu_seqlens, None, tokens.device, INTS)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must be (samples + 1,), got {tuple(cu_seqlens.shape)}")
+    ok = torch.cat([cu_seqlens[:1] == 0, cu_seqlens[1:] >= cu_seqlens[:-1], cu_seqlens[-1:] == n])
+    _check(ok, lambda i: f"cu_seqlens must rise from 0 to the {n} tokens; position "
+                         f"{min(i, len(cu_seqlens) - 1)} of {cu_seqlens.tolist()} does not")
+    position = torch.arange(n, device=tokens.device, dtype=cu_seqlens.dtype)
+    segment = torch.searchsorted(cu_seqlens[1:].cummax(0)[0], position, right=True)
+    return segment.clamp(max=len(cu_seqlens) - 2), ok.all()
+
+
+def _sum_over(x: Tensor, group) -> Tensor:
+    if group is not None:
+        torch.distributed.all_reduce(x, group=group)
+    return x
+
+
+# ------------------------------------------------------------------ row statistics and gradient
+class Options(NamedTuple):
+    """One call's options, checked. Plain values only, so that they pass through a custom op."""
+
+    target_format: str = "labels"  # or "probabilities", "logits"
+    divergence: str = "cross_entropy"  # or "forward_kl", "reverse_kl"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float = 0.0  # 0: none
+    teacher_softcap: float = 0.0
+    temperature: float = 1.0
+    vocab_group: str = ""  # a process group's name
+    # and for the linear path
+    skip: str = "rows"  # or "chunks", "none"
+    chunk_size: int = 0  # 0: see chunk()
+    max_kept: int = -1  # -1: not given
+    per_token: bool = False  # reduction="none": backward recomputes
+    need_hidden: bool = False
+    need_weight: bool = False
+    need_bias: bool = False
+    dtype: torch.dtype = torch.float32  # of the GEMM operands: autocast's, or the tensors' own
+    retain_graph: bool = False
+
+    def shard(self, columns: int):
+        """-> process group or None, the first column held here, the size of the whole vocabulary."""
+        if not self.vocab_group:
+            return None, 0, columns
+        group = torch.distributed.distributed_c10d._resolve_process_group(self.vocab_group)
+        return group, group.rank() * columns, group.size() * columns
+
+    def chunk(self, rows: int, hidden_size: int, buffers: int) -> int:
+        """Rows in a chunk, all even. Up to 4H rows are one chunk: two halves and the float32
+        grad_weight that a second chunk needs take no less memory. More go in chunks of up to 2H."""
+        limit = self.chunk_size or max(4 * hidden_size // buffers, 1024)
+        if not self.chunk_size and rows > limit:
+            limit = max(limit // 2, 1024)
+        return max(-(-rows // max(-(-rows // limit), 1)), 1)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _finite(m: Tensor) -> Tensor:
+    """A maximum to subtract: -inf - -inf is NaN where exp(-inf - 0), the 0 that is meant, is not."""
+    return torch.where(m == -INF, 0.0, m)
+
+
+def _selected(x: Tensor, w: Tensor, softcap=0.0, temperature=1.0) -> Tensor:
+    """Rows of weight 0 become zeros; then softcap and temperature. 2R 2W"""
+    x = torch.where((w != 0)[:, None], x, 0.0).to(_accumulator(x.dtype))
+    return (softcap * torch.tanh(x / softcap) if softcap else x) / temperature
+
+
+def _target(target, z, w, o: Options, tm=None):
+    """-> q and log q before q is divided by its row sum, and tm. 2R 2W"""
+    if o.target_format == "logits":
+        t = _selected(target, w, o.teacher_softcap, o.temperature)
+        tm = t.amax(1, keepdim=True) if tm is None else tm
+        return (t - _finite(tm)).exp(), t - _finite(tm), tm
+    if o.target_format == "labels":
+        _, first, vocab_size = o.shard(z.shape[1])
+        columns = torch.arange(first, first + z.shape[1], device=z.device)
+        q = (columns == target[:, None]).to(z.dtype) * (1 - o.label_smoothing)
+        q = q + o.label_smoothing / vocab_size
+    else:
+        q = _selected(target, w)
+    return q, q.log(), torch.zeros_like(z[:, :1])
+
+
+def shard_statistics(logits, target, w, o: Options) -> Tensor:  # (n, V), (n,) or (n, V), (n,) -> (5, n)
+    """x, m, s, tm and ts = sum q of the columns held here; `finish` makes the loss of them.
+
+    x is what the target needs, relative to the maxima, so that a common offset of 1e8 cannot eat it:
+    sum q (m - z), for forward KL sum q (log q + m - z), for reverse KL sum e^(z - m) (z - m - log q).
+    """
+    z = _selected(logits, w, o.softcap, o.temperature)
+    q, log_q, tm = _target(target, z, w, o)
+    m = z.amax(1, keepdim=True)  # 1R
+    below = z - _finite(m)  # 1R 1W
+    e = below.exp()  # 1R 1W
+    if o.divergence == "reverse_kl":  # where, because 0 * -inf is 0 here: 4R 3W
+        x = torch.where(e != 0, e * (below - log_q), 0.0)
+    else:
+        x = torch.where(q != 0, q * ((log_q if o.divergence == "forward_kl" else 0.0) - below), 0.0)
+    return torch.stack([x.sum(1), m[:, 0], e.sum(1), tm[:, 0], q.sum(1)])  # 3R
+
+
+def merge(parts: Tensor, o: Options) -> Tensor:  # (ranks, 5, n) -> (5, n)
+    """Statistics of vocabulary shards to those of the whole: terms move to the common m and tm."""
+    x, m, s, tm, ts = parts.unbind(1)
+    dm, dt = m - _finite(m.amax(0)), tm - _finite(tm.amax(0))
+    scale, mass, shift = (dm, s, dm) if o.divergence == "reverse_kl" else (dt, ts, -_finite(dm))
+    shift = {"cross_entropy": shift, "forward_kl": shift + dt, "reverse_kl": shift - _finite(dt)}[o.divergence]
+    x = torch.where(scale > -INF, (x + torch.where(mass != 0, mass * shift, 0.0)) * scale.exp(), 0.0)
+    s, ts = s * dm.exp(), ts * dt.exp()
+    return torch.stack([x.sum(0), m.amax(0), s.sum(0), tm.amax(0), ts.sum(0)])
+
+
+def finish(stats: Tensor, target, w, o: Options, vocab_size: int):
+    """-> w * loss (n,), and the statistics with the loss in place of x. Nothing of size N*V."""
+    x, m, s, tm, ts = stats
+    mass, whole = _sums(ts, o)
+    if o.divergence == "reverse_kl":
+        loss = x / s - s.log() + whole.log()
+    else:
+        loss = x / whole + s.log() * mass - (whole.log() if o.divergence == "forward_kl" else 0.0)
+    if o.target_format == "labels":
+        loss = loss + o.z_loss * (m + s.log()) ** 2 if o.z_loss else loss
+        known = (0 <= target) & (target < vocab_size)
+        loss, s = torch.where(known, loss, NAN), torch.where(known, s, NAN)  # s: for the gradient
+    return torch.where(w != 0, w * loss, 0.0), torch.stack([loss, m, s, tm, ts])
+
+
+def _sums(ts: Tensor, o: Options):
+    """-> what q sums to (given probabilities need not sum to 1), and what it is yet to be divided by."""
+    one = torch.ones_like(ts)
+    return {"labels": (one, one), "probabilities": (ts, one), "logits": (one, ts)}[o.target_format]
+
+
+def row_statistics(logits, target, w, o: Options, shard=shard_statistics):
+    """-> w * loss (n,), statistics (5, n). With a vocab_group: one all_gather of 5 floats a row."""
+    stats = shard(logits, target, w, o)
+    group, _, vocab_size = o.shard(logits.shape[1])
+    if group is not None:  # one more column tells the width, so that uneven shards give NaN
+        mine = torch.cat([stats, stats.new_full((5, 1), logits.shape[1])], 1)
+        parts = mine.new_empty(group.size() * 5, mine.shape[1])
+        torch.distributed.all_gather_into_tensor(parts, mine, group=group)
+        parts = parts.view(-1, *mine.shape)
+        even = (parts[:, :, -1] == logits.shape[1]).all()
+        stats = torch.where(even, merge(parts[:, :, :-1], o), NAN)
+    return finish(stats, target, w, o, vocab_size)
+
+
+def row_gradient(logits, target, w, upstream, stats, o: Options, out=None) -> Tensor:  # (n, V)
+    """w * upstream * dl/dlogits, rounded once, 0 where w is. `out` may be the logits themselves."""
+    loss, m, s, tm, ts = stats[:, :, None]
+    z = _selected(logits, w, o.softcap, o.temperature)
+    p = (z - m).exp() / s  # 3R 3W
+    q, log_q, _ = _target(target, z, w, o, tm)
+    mass, whole = _sums(ts, o)
+    if o.divergence == "reverse_kl":  # 5R 5W
+        grad = torch.where(p != 0, p * ((z - m) - s.log() - (log_q - whole.log()) - loss), 0.0)
+    else:  # softmax - 1 before anything is rounded: 3R 3W
+        grad = p * (mass + 2 * o.z_loss * (m + s.log()) if o.z_loss else mass) - q / whole
+    if o.softcap:
+        grad = grad * (1 - (z * o.temperature / o.softcap) ** 2)  # 4R 4W
+    grad = grad * ((w if upstream is None else w * upstream) / o.temperature)[:, None]  # 1R 1W
+    grad = torch.where((w != 0)[:, None], grad, 0.0).to(logits.dtype)  # 2R 2W
+    return grad if out is None else out.copy_(grad)
+
+
+# ------------------------------------------------------------------------ the chunked linear path
+HALF_SCALE = 256.0  # float16 rows are held times this, so that p = 6e-8 has more than one bit
+
+
+def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b, accumulated in float32 and rounded once to dtype."""
+    if a.dtype != dtype and a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+def add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in total's dtype."""
+    if a.dtype != total.dtype and a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _linear(h: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) -> Tensor:
+    return torch.mm(h, weight.t(), out=out) if bias is None else torch.addmm(bias, h, weight.t(), out=out)
+
+
+def linear_chunks(kernels, inputs, o: Options, upstream=None, stats=None, count=None):
+    """A pass over chunks of rows: logits into one buffer, statistics, and (where a gradient is wanted)
+    the buffer turned into w * (softmax - target) in place and multiplied out while it is there.
+
+    Legal because the loss is a scalar: its upstream gradient can be applied later. For reduction="none"
+    it is a vector; then forward keeps the statistics, and backward passes again with both in hand.
+    float16: rows stay of order 1 in the buffer; the coefficients c go to hidden, relative to the
+    largest, and to grad_hidden, and the gradients stay float32 until the upstream gradient is applied.
+
+    -> losses (N,), stats (N, 5), count, grad_hidden, grad_weight, grad_bias; empty where not wanted.
+    """
+    hidden, weight, bias, target, teacher_weight, teacher_bias, w = inputs
+    (N, H), V, backward, keep = hidden.shape, len(weight), stats is not None, w != 0
+    half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
+    acc, group = _accumulator(o.dtype), o.shard(V)[0]
+    needs = [need and (backward or not o.per_token) for need in (o.need_hidden, o.need_weight, o.need_bias)]
+
+    computed, n = keep, min(o.max_kept, N) if padded else N  # the rows that are computed, how many
+    if o.skip != "rows":
+        size = o.chunk(N, H, 1 + teacher)
+        chunks = torch.nn.functional.pad(keep, (0, -N % size)).view(-1, size)
+        computed = chunks.any(1, keepdim=True).expand_as(chunks).reshape(-1)[:N]
+    if count is not None:
+        n = count.tolist()[0]  # backward takes forward's rows without another look
+    elif o.skip != "none" and not padded:
+        n = int(computed.sum())  # the one host sync
+    size = o.chunk(n, H, 1 + teacher) if o.skip == "rows" else size
+    # Padding of max_kept points one past the end, where every result has a row for it.
+    index = torch.nonzero_static(computed, size=n, fill_value=N)[:, 0] if padded or n < N else None
+    # More kept rows than max_kept: poison instead of a silent drop.
+    poison = torch.where(keep.sum() > n, NAN, 0.0).to(acc) if padded else w.new_zeros((), dtype=acc)
+    c = (w if upstream is None else torch.where(keep, w * upstream, 0.0)) + poison
+    peak = c.abs().amax() if half and N else poison + 1
+    share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)  # of c, left to hidden
+    flat = torch.where(c != 0, HALF_SCALE, 0.0).to(acc) if half else c  # of c, in the buffer
+
+    losses, kept = poison.expand(N + padded).clone(), w.new_zeros((N + padded if o.per_token else 0, 5))
+    grad_hidden = poison.to(acc if half else hidden.dtype).expand(N + padded if needs[0] else 0, H).clone()
+    grad_weight, grad_bias = None, w.new_zeros(V if needs[2] else 0, dtype=acc)
+
+    def take(x, rows):
+        if index is None:
+            return x[rows]
+        x = x.index_select(0, index[rows].clamp(max=N - 1))
+        return x.masked_fill((index[rows] == N).view(-1, *[1] * (x.dim() - 1)), 0) if padded else x
+
+    def put(out, rows, x):
+        out[rows].copy_(x) if index is None else out.index_copy_(0, index[rows], x.to(out.dtype))
+
+    with torch.autocast(hidden.device.type, enabled=False):
+        weight_, bias_, teacher_weight_, teacher_bias_ = (
+            None if x is None else x.to(o.dtype) for x in (weight, bias, teacher_weight, teacher_bias))
+        buffer = w.new_empty((1 + teacher, min(n, size), V), dtype=o.dtype)
+        for start in range(0, n, size):
+            rows = slice(start, min(start + size, n))
+            c_, h, t = take(c, rows), take(hidden, rows).to(o.dtype), take(target, rows)
+            void = (c_ == 0)[:, None] if o.skip != "rows" else None  # computed though masked
+            h = h if void is None else h.masked_fill(void, 0.0)
+            logits = _linear(h, weight_, bias_, buffer[0, : len(h)])
+            if teacher:
+                t = t.to(o.dtype) if void is None else t.to(o.dtype).masked_fill(void, 0.0)
+                t = _linear(t, teacher_weight_, teacher_bias_, buffer[1, : len(h)])
+            if backward:
+                stats_ = take(stats, rows).t().contiguous()
+            else:
+                loss, stats_ = kernels.row_statistics(logits, t, c_, o)
+                put(losses, rows, loss)
+                if o.per_token:
+                    put(kept, rows, stats_.t())
+            if not any(needs):
+                continue
+            g = kernels.row_gradient(logits, t, take(flat, rows), None, stats_, o, out=logits)
+            if needs[0]:
+                d = _sum_over(mm(g, weight_, acc if half or group is not None else hidden.dtype), group)
+                d = d * (c_ / HALF_SCALE)[:, None] if half else d
+                put(grad_hidden, rows, d if void is None else d.masked_fill_(void, 0.0))
+            share_ = take(share, rows)[:, None]
+            if needs[1] and grad_weight is None:
+                grad_weight = mm(g.t(), h * share_ if half else h, acc if half or n > size else weight.dtype)
+            elif needs[1]:
+                add_mm(grad_weight, g.t(), h * share_ if half else h)
+            if needs[2]:
+                grad_bias += mm(share_.t(), g, acc)[0]
+    if grad_weight is None:
+        grad_weight = w.new_zeros((V if needs[1] else 0, H), dtype=acc)
+    if half:
+        grad_weight, grad_bias = grad_weight * (peak / HALF_SCALE), grad_bias * (peak / HALF_SCALE)
+    else:
+        grad_weight, grad_bias = grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
+    return losses[:N], kept[:N], torch.tensor([n]), grad_hidden[:N], grad_weight, grad_bias
+
+
+# --------------------------------------------------------------------------------------- autograd
+# Plain functions: the reference makes autograd Functions of them, the Triton file custom ops.
+def row_setup(ctx, inputs, output):
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:3], output[1])
+    ctx.options = inputs[3:]
+
+
+def row_backward(kernels, ctx, upstream):
+    logits, target, w, stats = ctx.saved_tensors
+    grad = kernels.row_gradient_op(logits, target, w, upstream, stats, *ctx.options)
+    return (grad, None, None) + (None,) * len(ctx.options)
+
+
+def linear_forward(kernels, *args):
+    """-> the loss, and what `linear_setup` may save. args: 7 tensors, then an Options' fields."""
+    losses, *rest = linear_chunks(kernels, args[:7], Options(*args[7:]))
+    return losses if Options(*args[7:]).per_token else losses.sum(), *rest
+
+
+def linear_setup(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.options = Options(*inputs[7:])
+    ctx.save_for_backward(*(inputs[:7] + output[1:3] if ctx.options.per_token else output[3:]), *inputs[:3])
+
+
+def linear_backward(kernels, ctx, upstream):
+    o, *saved = ctx.options, *ctx.saved_tensors
+    if o.per_token:
+        grads = kernels.linear_gradients_op(upstream, *saved[:9], *o)
+        upstream = None
+    else:
+        grads = saved[:3]
+    needs = (o.need_hidden, o.need_weight, o.need_bias)
+    grads = [kernels.scaled(ctx, g, upstream, x.dtype) if need else None
+             for g, x, need in zip(grads, saved[-3:], needs)]
+    return (*grads, None, None, None, None) + (None,) * len(o)
+
+
+def linear_gradients(kernels, upstream, *args):
+    """Backward of reduction="none": the chunks once more, with the 7 inputs, statistics and count."""
+    return tuple(linear_chunks(kernels, args[:7], Options(*args[9:]), upstream, *args[7:9])[3:])
+
+
+def first_order(backward):
+    """once_differentiable; by itself it takes a gradient whose upstream is a constant for a constant."""
+    def run(ctx, upstream, *_):
+        if torch.is_grad_enabled() and not upstream.requires_grad:
+            upstream = upstream.detach().requires_grad_()
+        return once_differentiable(backward)(ctx, upstream)
+    return run
+
+
+def function(kernels, forward, setup, backward):
+    return type("Loss", (torch.autograd.Function,), dict(
+        forward=staticmethod(lambda *args: forward(kernels, *args)), setup_context=staticmethod(setup),
+        backward=staticmethod(first_order(lambda *args: backward(kernels, *args))))).apply
+
+
+# -------------------------------------------------------------------------------------- front door
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTS = (torch.int32, torch.int64)
+
+
+def _expect(name, x, shape, device=None, dtypes=FLOATS) -> None:
+    """TypeError or ValueError unless x is such a tensor. shape None: any that ends in columns."""
+    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+        raise TypeError(f"{name} must be a tensor of {dtypes}, got {getattr(x, 'dtype', type(x))}")
+    if not x.shape[-1:].numel() if shape is None else tuple(x.shape) != tuple(shape) or 0 in shape[1:]:
+        raise ValueError(f"{name} must have shape {shape or '(..., columns)'}, got {tuple(x.shape)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on {device}, got {x.device}")
+
+
+def _number(name, x, valid, kind=(int, float)) -> None:
+    if not isinstance(x, kind) or isinstance(x, bool):
+        raise TypeError(f"{name} must be a number, got {x!r}")
+    if not valid(x):
+        raise ValueError(f"{name}={x} is out of range")
+
+
+def _check(ok: Tensor, message) -> None:
+    """ValueError(message(first offender)) on CPU. Elsewhere it would synchronise, and under
+    torch.compile it cannot raise: there the callers make NaN. (torch.equal needs no item().)"""
+    if ok.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not torch.equal(ok, torch.ones_like(ok)):
+            raise ValueError(message(int((~ok).flatten().nonzero()[0])))
+
+
+def _options(*, label_smoothing=0.0, z_loss=0.0, softcap=None, teacher_softcap=None, temperature=1.0,
+             vocab_group=None, target_format="labels", divergence="cross_entropy", **linear) -> Options:
+    if target_format not in ("labels", "probabilities", "logits"):
+        raise ValueError(f"target_format must be probabilities or logits, got {target_format!r}")
+    if divergence not in ("cross_entropy", "forward_kl", "reverse_kl"):
+        raise ValueError(f"divergence must be cross_entropy, forward_kl or reverse_kl, got {divergence!r}")
+    _number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1)
+    _number("z_loss", z_loss, lambda x: 0 <= x < INF)
+    for name, x in dict(softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature).items():
+        if x is not None or name == "temperature":
+            _number(name, x, lambda x: 0 < x < INF)
+    return Options(target_format, divergence, float(label_smoothing), float(z_loss), float(softcap or 0),
+                   float(teacher_softcap or 0), float(temperature),
+                   "" if vocab_group is None else vocab_group.group_name, **linear)
+
+
+def _tokens(shape, like, loss_mask, reduction, cu_seqlens, num_items, target=None, ignore_index=0, vocab_size=0):
+    """-> w (N,): of the mask, of the labels if there are any, of the reduction."""
+    a = torch.ones(shape, dtype=torch.bool, device=like.device) if loss_mask is None else _countable(loss_mask)
+    if a.shape != shape or a.device != like.device:
+        raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {like.device}, "
+                         f"got {tuple(a.shape)} on {a.device}")
+    if target is not None:
+        _expect("target", target, shape, like.device, INTS)
+        a = a.masked_fill(target == ignore_index, 0)
+    w = token_weights(a.double() if like.dtype == torch.float64 else a, reduction,
+                      cu_seqlens=cu_seqlens, num_items=num_items)
+    if target is not None:
+        _check((w == 0) | ((0 <= target) & (target < vocab_size)), lambda i: f"label "
+               f"{target.reshape(-1)[i].item()} at token {i} is neither in [0, {vocab_size}) nor ignored")
+    return w.reshape(-1)
+
+
+class MaskedCrossEntropy:
+    """The four losses over one set of row kernels; a subclass replaces the methods before them.
+
+    What they share (softcap and temperature apply in this order; math is in float32, or float64):
+      loss_mask    (...) token weights a, bool or any number type, in exactly the shape of the tokens
+      reduction    "mean" over kept tokens, "sum", "none" (a_i * l_i, (...)), "sample_mean": the mean of
+                   the samples' means; a sample is an index of dimension 0 or a segment of cu_seqlens
+      num_items    the divisor over everything that is added up (see token_weights)
+      vocab_group  ranks that each hold V / ranks columns (rows of linear_weight), in rank order
+    TypeError or ValueError, with what was wrong, for bad types, shapes, devices and options; for bad
+    values (labels, weights, cu_seqlens) on CPU, where an accelerator or torch.compile gives NaN.
+    """
+
+    row_statistics = staticmethod(row_statistics)
+    row_gradient = staticmethod(row_gradient)
+
+    def __init__(self):
+        def row_forward(kernels, *args):
+            return kernels.row_statistics(*args[:3], Options(*args[3:]))
+        self.row_loss = function(self, row_forward, row_setup, row_backward)
+        self.linear_loss = function(self, linear_forward, linear_setup, linear_backward)
+
+    def row_gradient_op(self, logits, target, w, upstream, stats, *options):
+        return self.row_gradient(logits, target, w, upstream, stats, Options(*options))
+
+    def linear_gradients_op(self, *args):
+        return linear_gradients(self, *args)
+
+    def scaled(self, ctx, grad, upstream, dtype):
+        """A gradient computed in forward, times the upstream one (None: 1)."""
+        return (grad if upstream is None else grad.to(_accumulator(grad.dtype)) * upstream).to(dtype)
+
+    def masked_cross_entropy(
+        self,
+        logits: Tensor,  # (..., V)
+        target: Tensor,  # (...) int32 or int64
+        loss_mask: Optional[Tensor] = None,  # (...)
+        *, ignore_index=-100, reduction="mean", cu_seqlens=None, num_items=None, label_smoothing=0.0,
+        z_loss=0.0, softcap=None, temperature=1.0, vocab_group=None,
+    ) -> Tensor:
+        """l = lse - z_y. ignore_index masks too; label_smoothing as in F.cross_entropy; z_loss adds
+        z_loss * lse^2 (PaLM, arXiv 2204.02311); softcap is Gemma 2's (arXiv 2408.00118).
+
+        >>> masked_cross_entropy(torch.tensor([[0.0, 0.0], [9.0, 9.0]]), torch.tensor([1, -100])).item()
+        0.6931471824645996
+        """
+        o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
+                     label_smoothing=label_smoothing, z_loss=z_loss)
+        _expect("logits", logits, None)
+        w = _tokens(logits.shape[:-1], logits, loss_mask, reduction, cu_seqlens, num_items, target,
+                    ignore_index, o.shard(logits.shape[-1])[2])
+        losses = self.row_loss(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), w, *o)[0]
+        return losses.view(target.shape) if reduction == "none" else losses.sum()
+
+    def masked_cross_entropy_from_distribution(
+        self,
+        logits: Tensor,  # (..., V)
+        target: Tensor,  # (..., V) probabilities, or the teacher's logits
+        loss_mask: Optional[Tensor] = None,  # (...)
+        *, target_format="probabilities", divergence="cross_entropy", reduction="mean", cu_seqlens=None,
+        num_items=None, softcap=None, temperature=1.0, vocab_group=None,
+    ) -> Tensor:
+        """-sum q log p, "forward_kl" sum q log(q/p) or "reverse_kl" sum p log(p/q), without the T^2 of
+        arXiv 1503.02531. q = target, whose rows need not sum to 1, or softmax(target / temperature).
+
+        >>> masked_cross_entropy_from_distribution(torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])).item()
+        0.5198603868484497
+        """
+        if target_format == "labels":
+            raise ValueError("target_format must be probabilities or logits, got 'labels'")
+        o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
+                     target_format=target_format, divergence=divergence)
+        _expect("logits", logits, None)
+        _expect("target", target, logits.shape, logits.device)
+        w = _tokens(logits.shape[:-1], logits, loss_mask, reduction, cu_seqlens, num_items)
+        rows = [x.reshape(-1, x.shape[-1]) for x in (logits, target.detach())]
+        losses = self.row_loss(*rows, w, *o)[0]
+        return losses.view(logits.shape[:-1]) if reduction == "none" else losses.sum()
+
+    def masked_linear_cross_entropy(
+        self,
+        hidden: Tensor,  # (..., H)
+        linear_weight: Tensor,  # (V, H)
+        target: Tensor,  # (...) int32 or int64
+        loss_mask: Optional[Tensor] = None,  # (...)
+        *, linear_bias: Optional[Tensor] = None,  # (V,)
+        ignore_index=-100, reduction="mean", cu_seqlens=None, num_items=None, label_smoothing=0.0,
+        z_loss=0.0, softcap=None, temperature=1.0, vocab_group=None, chunk_size=None, skip="rows",
+        max_kept=None, allow_retain_graph=False,
+    ) -> Tensor:
+        """masked_cross_entropy(F.linear(hidden, linear_weight, linear_bias), ...) without the (N, V).
+
+        skip="rows" gathers the kept rows (one host sync, for their count); "chunks" leaves out chunks
+        that keep nothing (one sync); "none" computes every row. max_kept: a bound on the kept rows that
+        the caller knows, no sync; more than that give NaN. allow_retain_graph: a second backward
+        through the same graph is right (else it may be an error).
+
+        >>> masked_linear_cross_entropy(torch.ones(1, 2), torch.zeros(2, 2), torch.tensor([1])).item()
+        0.6931471824645996
+        """
+        o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
+                     label_smoothing=label_smoothing, z_loss=z_loss, skip=skip)
+        return self._linear(hidden, linear_weight, linear_bias, target, None, None, o, chunk_size, max_kept,
+                            allow_retain_graph, loss_mask, reduction, cu_seqlens, num_items, ignore_index)
+
+    def masked_linear_distillation(
+        self,
+        hidden: Tensor,  # (..., H)
+        linear_weight: Tensor,  # (V, H)
+        teacher_hidden: Tensor,  # (..., H_teacher)
+        teacher_weight: Tensor,  # (V, H_teacher)
+        loss_mask: Optional[Tensor] = None,  # (...)
+        *, linear_bias: Optional[Tensor] = None, teacher_bias: Optional[Tensor] = None,  # (V,)
+        divergence="cross_entropy", reduction="mean", cu_seqlens=None, num_items=None, softcap=None,
+        teacher_softcap=None, temperature=1.0, chunk_size=None, max_kept=None, allow_retain_graph=False,
+    ) -> Tensor:
+        """masked_cross_entropy_from_distribution on both heads' logits, one chunk of each at a time.
+
+        The teacher gets no gradient. The rest is as in masked_linear_cross_entropy.
+
+        >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
+        >>> masked_linear_distillation(h, w, h, w, divergence="forward_kl").item()
+        0.0
+        """
+        o = _options(softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature,
+                     target_format="logits", divergence=divergence)
+        return self._linear(hidden, linear_weight, linear_bias, teacher_hidden, teacher_weight, teacher_bias,
+                            o, chunk_size, max_kept, allow_retain_graph, loss_mask, reduction, cu_seqlens, num_items)
+
+    def _linear(self, hidden, weight, bias, target, teacher_weight, teacher_bias, o: Options, chunk_size, max_kept,
+                retain_graph, loss_mask, reduction, cu_seqlens, num_items, ignore_index=None):
+        _expect("hidden", hidden, None)
+        device, tokens = hidden.device, hidden.shape[:-1]
+        autocast = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
+        dtypes, vocab = FLOATS if autocast else (hidden.dtype,), weight.shape[:1]
+        _expect("linear_weight", weight, (*vocab, hidden.shape[-1]), device, dtypes)
+        if teacher_weight is not None:
+            _expect("teacher_hidden", target, (*tokens, *teacher_weight.shape[-1:]), device, dtypes)
+            _expect("teacher_weight", teacher_weight, (*vocab, *target.shape[-1:]), device, dtypes)
+        for name, x in (("linear_bias", bias), ("teacher_bias", teacher_bias)):
+            if x is not None:
+                _expect(name, x, vocab, device, dtypes)
+        if not weight.numel():
+            raise ValueError(f"linear_weight must not be empty, got {tuple(weight.shape)}")
+        if o.skip not in ("rows", "chunks", "none") or max_kept is not None and o.skip != "rows":
+            raise ValueError(f"skip must be rows, chunks or none, max_kept goes with rows; got {o.skip!r}, {max_kept}")
+        for name, x in (("chunk_size", chunk_size), ("max_kept", max_kept)):
+            if x is not None:
+                _number(name, x, lambda x: x >= (name == "chunk_size"), int)
+        labels = target if teacher_weight is None else None
+        w = _tokens(tokens, hidden, loss_mask, reduction, cu_seqlens, num_items, labels, ignore_index,
+                    o.shard(len(weight))[2])
+        wanted = [x is not None and torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight, bias)]
+        o = o._replace(
+            chunk_size=chunk_size or 0, max_kept=-1 if max_kept is None else max_kept,
+            per_token=reduction == "none", need_hidden=wanted[0], need_weight=wanted[1], need_bias=wanted[2],
+            dtype=torch.get_autocast_dtype(device.type) if autocast else hidden.dtype, retain_graph=retain_graph)
+        teacher = [None if x is None else x.detach() for x in (target, teacher_weight, teacher_bias)]
+        teacher[0] = target.reshape(-1) if labels is not None else teacher[0].reshape(-1, target.shape[-1])
+        loss = self.linear_loss(hidden.reshape(-1, hidden.shape[-1]), weight, bias, *teacher, w, *o)[0]
+        return loss.view(tokens) if reduction == "none" else loss
+
+
+_reference = MaskedCrossEntropy()
+masked_cross_entropy = _reference.masked_cross_entropy
+masked_cross_entropy_from_distribution = _reference.masked_cross_entropy_from_distribution
+masked_linear_cross_entropy = _reference.masked_linear_cross_entropy
+masked_linear_distillation = _reference.masked_linear_distillation
