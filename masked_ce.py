@@ -39,39 +39,34 @@ def shift_labels(
     [6, 7, -100, 9, -100]
     """
     is_mask = labels.is_floating_point() or labels.dtype == torch.bool
-    low, high = (0, 0) if is_mask else (torch.iinfo(labels.dtype).min, torch.iinfo(labels.dtype).max)
-    if labels.dim() == 0 or not low <= ignore_index <= high:
+    bounds = None if is_mask else torch.iinfo(labels.dtype)
+    if not labels.dim() or not (ignore_index == 0 if is_mask else bounds.min <= ignore_index <= bounds.max):
         raise ValueError(f"labels of shape {tuple(labels.shape)} and {labels.dtype} do not shift with "
                          f"ignore_index={ignore_index}; a mask takes 0")
     flat = labels if cu_seqlens is None else labels.reshape(-1)
     shifted = torch.cat([flat[..., 1:], torch.full_like(flat[..., :1], ignore_index)], -1)
     if cu_seqlens is not None:
         segment, valid = _segments(cu_seqlens, flat)
-        last = torch.cat([segment[1:] != segment[:-1], segment[:1] >= 0])
-        shifted = shifted.masked_fill(last, ignore_index)
+        shifted[:-1].masked_fill_(segment[1:] != segment[:-1], ignore_index)
         if not is_mask:  # no finite loss from bad segments: a label out of every range
-            shifted = shifted.masked_fill(~valid, low)
+            shifted.masked_fill_(~valid, bounds.min)
     return shifted.view(labels.shape)
 
 
 def token_weights(
     keep: Tensor,  # (...) bool or any number type: the token weights a
     reduction: str = "mean",
-    *,
-    cu_seqlens: Optional[Tensor] = None,
-    num_items=None,  # number or 0-dim tensor
-    process_group=None,
+    *, cu_seqlens: Optional[Tensor] = None, num_items=None, process_group=None,
 ) -> Tensor:  # (...) float32, float64 where keep is
     """w = a / sum(a) for "mean", a / (its sample's sum of a) / samples for "sample_mean", else a.
 
-    num_items replaces the divisor: the kept tokens, or the samples that keep one, over everything that
-    is added up (0 gives zeros). process_group: ranks with other tokens of the *same* samples.
+    num_items, a number or 0-dim tensor, replaces the divisor: kept tokens, or samples that keep one,
+    over everything that is added up. process_group: ranks with other tokens of the *same* samples.
 
     >>> token_weights(torch.tensor([[1, 1], [1, 0]]), "sample_mean").tolist()
     [[0.25, 0.25], [0.5, 0.0]]
     """
-    if reduction not in ("mean", "sum", "none", "sample_mean"):
-        raise ValueError(f"reduction must be mean, sum, none or sample_mean, got {reduction!r}")
+    _choice("reduction", reduction, ("mean", "sum", "none", "sample_mean"))
     a = _countable(keep)
     w = a.to(_accumulator(a.dtype))
     if num_items is not None:
@@ -82,11 +77,11 @@ def token_weights(
             num_items = w.new_full((), num_items)  # a fill on the device, where tensor() would copy
         if num_items.dim() or num_items.requires_grad or num_items.dtype == torch.bool:
             raise ValueError(f"num_items must be a 0-dim number without grad, got {num_items!r}")
-        _check(num_items >= 0, lambda _: f"num_items must not be negative, got {num_items}")
+        _check(num_items, lambda n: n >= 0, lambda _: f"num_items must not be negative, got {num_items}")
     if reduction in ("mean", "sample_mean"):
-        _check(a >= 0, lambda i: f"token weights under {reduction!r} must not be negative, "
-                                 f"got {a.reshape(-1)[i].item()} at token {i}")
-        divisor = num_items
+        _check(a, lambda a: a >= 0, lambda i: f"token weights under {reduction!r} must not be negative, "
+                                              f"got {a.reshape(-1)[i].item()} at token {i}")
+        divisor, alive = num_items, a != 0
         if reduction == "sample_mean":
             sums, of_token = _sample_sums(a, cu_seqlens)
             sums = _sum_over(sums, process_group)
@@ -94,8 +89,11 @@ def token_weights(
             divisor = (sums != 0).sum() if num_items is None else num_items
         elif num_items is None:
             divisor = _sum_over(a.sum(), process_group)
-        w = torch.where((a != 0) & (divisor != 0), w / divisor, 0.0).to(w.dtype)
-        w = torch.where((a < 0) | (divisor < 0), NAN, w)
+        if num_items is not None:
+            alive = alive & (num_items != 0)
+        w = torch.where(alive, w / divisor, 0.0).to(w.dtype)
+        if a.dtype != torch.bool or num_items is not None:
+            w = torch.where((a < 0) | (divisor < 0), NAN, w)
     return w if cu_seqlens is None else torch.where(_segments(cu_seqlens, a)[1], w, NAN)
 
 
@@ -107,8 +105,7 @@ def count_items(
     >>> count_items(torch.tensor([[True, True], [False, False]]), "sample_mean").item()
     1
     """
-    if reduction not in ("mean", "sample_mean"):
-        raise ValueError(f"only mean and sample_mean have a count, got reduction={reduction!r}")
+    _choice("reduction", reduction, ("mean", "sample_mean"))
     a = _countable(keep)
     count = a.sum() if reduction == "mean" else (_sample_sums(a != 0, cu_seqlens)[0] != 0).sum()
     if cu_seqlens is not None:  # a negative count makes every weight NaN
@@ -117,12 +114,12 @@ def count_items(
 
 
 def _countable(keep: Tensor) -> Tensor:
-    """Counts are exact: bools and integers as int64, floats in float32 (in bf16, 257 ones make 256)."""
+    """Sums of bools and integers are int64; floats become float32 at least (257 ones are 256 in bf16)."""
     if not isinstance(keep, Tensor) or keep.is_complex():
         raise TypeError(f"a mask must be a real tensor, got {getattr(keep, 'dtype', type(keep))}")
     if keep.requires_grad:
         raise ValueError(f"a mask must not require grad, got {keep!r}")
-    return keep.to(_accumulator(keep.dtype) if keep.is_floating_point() else torch.int64)
+    return keep.to(_accumulator(keep.dtype)) if keep.is_floating_point() else keep
 
 
 def _sample_sums(a: Tensor, cu_seqlens):
@@ -146,8 +143,8 @@ def _segments(cu_seqlens: Tensor, tokens: Tensor):
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be (samples + 1,), got {tuple(cu_seqlens.shape)}")
     ok = torch.cat([cu_seqlens[:1] == 0, cu_seqlens[1:] >= cu_seqlens[:-1], cu_seqlens[-1:] == n])
-    _check(ok, lambda i: f"cu_seqlens must rise from 0 to the {n} tokens; position "
-                         f"{min(i, len(cu_seqlens) - 1)} of {cu_seqlens.tolist()} does not")
+    _check(ok, lambda ok: ok, lambda i: f"cu_seqlens must rise from 0 to the {n} tokens; position "
+                                        f"{min(i, len(cu_seqlens) - 1)} of {cu_seqlens.tolist()} does not")
     position = torch.arange(n, device=tokens.device, dtype=cu_seqlens.dtype)
     segment = torch.searchsorted(cu_seqlens[1:].cummax(0)[0], position, right=True)
     return segment.clamp(max=len(cu_seqlens) - 2), ok.all()
@@ -398,14 +395,13 @@ def linear_chunks(kernels, inputs, o: Options, upstream=None, stats=None, count=
                 t = _linear(t, teacher_weight_, teacher_bias_, buffer[1, : len(h)])
             if backward:
                 stats_ = take(stats, rows).t().contiguous()
+                g = kernels.row_gradient(logits, t, take(flat, rows), None, stats_, o, logits)
             else:
-                loss, stats_ = kernels.row_statistics(logits, t, c_, o)
+                loss, stats_, g = kernels.row_pass(
+                    logits, t, c_, take(flat, rows) if any(needs) else None, o, logits)
                 put(losses, rows, loss)
                 if o.per_token:
                     put(kept, rows, stats_.t())
-            if not any(needs):
-                continue
-            g = kernels.row_gradient(logits, t, take(flat, rows), None, stats_, o, out=logits)
             if needs[0]:
                 d = _sum_over(mm(g, weight_, acc if half or group is not None else hidden.dtype), group)
                 d = d * (c_ / HALF_SCALE)[:, None] if half else d
@@ -427,17 +423,28 @@ def linear_chunks(kernels, inputs, o: Options, upstream=None, stats=None, count=
 
 
 # --------------------------------------------------------------------------------------- autograd
-# Plain functions: the reference makes autograd Functions of them, the Triton file custom ops.
+# Plain functions: the reference makes autograd Functions of them, the Triton file custom ops too.
+def row_forward(kernels, logits, target, w, *options):
+    """-> the loss, statistics, and where the options ask for it the gradient (else empty)."""
+    o = Options(*options)
+    losses, stats, grad = kernels.row_pass(logits, target, w, w if o.need_hidden else None, o)
+    return losses if o.per_token else losses.sum(), stats, w.new_empty(0) if grad is None else grad
+
+
 def row_setup(ctx, inputs, output):
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], output[1])
-    ctx.options = inputs[3:]
+    ctx.save_for_backward(*inputs[:3], *output[1:])
+    ctx.options, ctx.spent = Options(*inputs[3:]), False
 
 
 def row_backward(kernels, ctx, upstream):
-    logits, target, w, stats = ctx.saved_tensors
-    grad = kernels.row_gradient_op(logits, target, w, upstream, stats, *ctx.options)
+    logits, target, w, stats, grad = ctx.saved_tensors
+    if ctx.options.need_hidden and not ctx.spent:  # else its buffer was scaled and given away
+        ctx.spent = True
+        grad = kernels.scaled(ctx, grad, upstream, grad.dtype)
+    else:
+        grad = kernels.row_gradient_op(logits, target, w, upstream.expand(len(w)), stats, *ctx.options)
     return (grad, None, None) + (None,) * len(ctx.options)
 
 
@@ -450,20 +457,20 @@ def linear_forward(kernels, *args):
 def linear_setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.options = Options(*inputs[7:])
-    ctx.save_for_backward(*(inputs[:7] + output[1:3] if ctx.options.per_token else output[3:]), *inputs[:3])
+    ctx.options, ctx.spent = Options(*inputs[7:]), False
+    ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
+    ctx.save_for_backward(*(inputs[:7] + output[1:3] if ctx.options.per_token else output[3:]))
 
 
 def linear_backward(kernels, ctx, upstream):
-    o, *saved = ctx.options, *ctx.saved_tensors
+    o, grads = ctx.options, ctx.saved_tensors
+    if ctx.spent:
+        raise RuntimeError("the first backward scaled the saved gradients in place and gave them away: "
+                           "a second one needs allow_retain_graph=True")
     if o.per_token:
-        grads = kernels.linear_gradients_op(upstream, *saved[:9], *o)
-        upstream = None
-    else:
-        grads = saved[:3]
-    needs = (o.need_hidden, o.need_weight, o.need_bias)
-    grads = [kernels.scaled(ctx, g, upstream, x.dtype) if need else None
-             for g, x, need in zip(grads, saved[-3:], needs)]
+        grads, upstream = kernels.linear_gradients_op(upstream, *grads, *o), None
+    grads = [kernels.scaled(ctx, grad, upstream, dtype) if need else None for grad, dtype, need in
+             zip(grads, ctx.dtypes, (o.need_hidden, o.need_weight, o.need_bias))]
     return (*grads, None, None, None, None) + (None,) * len(o)
 
 
@@ -496,10 +503,15 @@ def _expect(name, x, shape, device=None, dtypes=FLOATS) -> None:
     """TypeError or ValueError unless x is such a tensor. shape None: any that ends in columns."""
     if not isinstance(x, Tensor) or x.dtype not in dtypes:
         raise TypeError(f"{name} must be a tensor of {dtypes}, got {getattr(x, 'dtype', type(x))}")
-    if not x.shape[-1:].numel() if shape is None else tuple(x.shape) != tuple(shape) or 0 in shape[1:]:
-        raise ValueError(f"{name} must have shape {shape or '(..., columns)'}, got {tuple(x.shape)}")
+    if not x.shape[-1:].numel() if shape is None else tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape or ('...', 'columns'))}, got {tuple(x.shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}")
+
+
+def _choice(name, x, choices) -> None:
+    if x not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {x!r}")
 
 
 def _number(name, x, valid, kind=(int, float)) -> None:
@@ -509,45 +521,25 @@ def _number(name, x, valid, kind=(int, float)) -> None:
         raise ValueError(f"{name}={x} is out of range")
 
 
-def _check(ok: Tensor, message) -> None:
+def _check(x: Tensor, valid, message) -> None:
     """ValueError(message(first offender)) on CPU. Elsewhere it would synchronise, and under
     torch.compile it cannot raise: there the callers make NaN. (torch.equal needs no item().)"""
-    if ok.device.type == "cpu" and not torch.compiler.is_compiling():
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        ok = valid(x)
         if not torch.equal(ok, torch.ones_like(ok)):
             raise ValueError(message(int((~ok).flatten().nonzero()[0])))
 
 
-def _options(*, label_smoothing=0.0, z_loss=0.0, softcap=None, teacher_softcap=None, temperature=1.0,
-             vocab_group=None, target_format="labels", divergence="cross_entropy", **linear) -> Options:
-    if target_format not in ("labels", "probabilities", "logits"):
-        raise ValueError(f"target_format must be probabilities or logits, got {target_format!r}")
-    if divergence not in ("cross_entropy", "forward_kl", "reverse_kl"):
-        raise ValueError(f"divergence must be cross_entropy, forward_kl or reverse_kl, got {divergence!r}")
-    _number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1)
-    _number("z_loss", z_loss, lambda x: 0 <= x < INF)
-    for name, x in dict(softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature).items():
+def _options(*, vocab_group=None, target_format="labels", divergence="cross_entropy", skip="rows", **numbers):
+    _choice("target_format", target_format, ("labels", "probabilities", "logits"))
+    _choice("divergence", divergence, ("cross_entropy", "forward_kl", "reverse_kl"))
+    _choice("skip", skip, ("rows", "chunks", "none"))
+    top = dict(label_smoothing=1, z_loss=1e30, softcap=INF, teacher_softcap=INF, temperature=INF)
+    for name, x in numbers.items():
         if x is not None or name == "temperature":
-            _number(name, x, lambda x: 0 < x < INF)
-    return Options(target_format, divergence, float(label_smoothing), float(z_loss), float(softcap or 0),
-                   float(teacher_softcap or 0), float(temperature),
-                   "" if vocab_group is None else vocab_group.group_name, **linear)
-
-
-def _tokens(shape, like, loss_mask, reduction, cu_seqlens, num_items, target=None, ignore_index=0, vocab_size=0):
-    """-> w (N,): of the mask, of the labels if there are any, of the reduction."""
-    a = torch.ones(shape, dtype=torch.bool, device=like.device) if loss_mask is None else _countable(loss_mask)
-    if a.shape != shape or a.device != like.device:
-        raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {like.device}, "
-                         f"got {tuple(a.shape)} on {a.device}")
-    if target is not None:
-        _expect("target", target, shape, like.device, INTS)
-        a = a.masked_fill(target == ignore_index, 0)
-    w = token_weights(a.double() if like.dtype == torch.float64 else a, reduction,
-                      cu_seqlens=cu_seqlens, num_items=num_items)
-    if target is not None:
-        _check((w == 0) | ((0 <= target) & (target < vocab_size)), lambda i: f"label "
-               f"{target.reshape(-1)[i].item()} at token {i} is neither in [0, {vocab_size}) nor ignored")
-    return w.reshape(-1)
+            _number(name, x, lambda x: 0 < x < INF if top[name] == INF else 0 <= x <= top[name])
+    return Options(target_format, divergence, skip=skip, **{k: float(x or 0) for k, x in numbers.items()},
+                   vocab_group="" if vocab_group is None else vocab_group.group_name)
 
 
 class MaskedCrossEntropy:
@@ -565,12 +557,18 @@ class MaskedCrossEntropy:
 
     row_statistics = staticmethod(row_statistics)
     row_gradient = staticmethod(row_gradient)
+    fused = False  # does row_pass make loss and gradient of given logits in one launch?
 
     def __init__(self):
-        def row_forward(kernels, *args):
-            return kernels.row_statistics(*args[:3], Options(*args[3:]))
         self.row_loss = function(self, row_forward, row_setup, row_backward)
         self.linear_loss = function(self, linear_forward, linear_setup, linear_backward)
+
+    def row_pass(self, logits, target, w, coefficient, o, out=None):
+        """Losses, statistics, and the gradient times `coefficient` unless that is None."""
+        losses, stats = self.row_statistics(logits, target, w, o)
+        if coefficient is None:
+            return losses, stats, None
+        return losses, stats, self.row_gradient(logits, target, coefficient, None, stats, o, out)
 
     def row_gradient_op(self, logits, target, w, upstream, stats, *options):
         return self.row_gradient(logits, target, w, upstream, stats, Options(*options))
@@ -579,7 +577,7 @@ class MaskedCrossEntropy:
         return linear_gradients(self, *args)
 
     def scaled(self, ctx, grad, upstream, dtype):
-        """A gradient computed in forward, times the upstream one (None: 1)."""
+        """A gradient made in forward, times the upstream one (None: 1)."""
         return (grad if upstream is None else grad.to(_accumulator(grad.dtype)) * upstream).to(dtype)
 
     def masked_cross_entropy(
@@ -598,11 +596,7 @@ class MaskedCrossEntropy:
         """
         o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
                      label_smoothing=label_smoothing, z_loss=z_loss)
-        _expect("logits", logits, None)
-        w = _tokens(logits.shape[:-1], logits, loss_mask, reduction, cu_seqlens, num_items, target,
-                    ignore_index, o.shard(logits.shape[-1])[2])
-        losses = self.row_loss(logits.reshape(-1, logits.shape[-1]), target.reshape(-1), w, *o)[0]
-        return losses.view(target.shape) if reduction == "none" else losses.sum()
+        return self._rows(logits, target, loss_mask, reduction, cu_seqlens, num_items, ignore_index, o)
 
     def masked_cross_entropy_from_distribution(
         self,
@@ -618,16 +612,10 @@ class MaskedCrossEntropy:
         >>> masked_cross_entropy_from_distribution(torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])).item()
         0.5198603868484497
         """
-        if target_format == "labels":
-            raise ValueError("target_format must be probabilities or logits, got 'labels'")
+        _choice("target_format", target_format, ("probabilities", "logits"))
         o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
                      target_format=target_format, divergence=divergence)
-        _expect("logits", logits, None)
-        _expect("target", target, logits.shape, logits.device)
-        w = _tokens(logits.shape[:-1], logits, loss_mask, reduction, cu_seqlens, num_items)
-        rows = [x.reshape(-1, x.shape[-1]) for x in (logits, target.detach())]
-        losses = self.row_loss(*rows, w, *o)[0]
-        return losses.view(logits.shape[:-1]) if reduction == "none" else losses.sum()
+        return self._rows(logits, target, loss_mask, reduction, cu_seqlens, num_items, None, o)
 
     def masked_linear_cross_entropy(
         self,
@@ -650,10 +638,10 @@ class MaskedCrossEntropy:
         >>> masked_linear_cross_entropy(torch.ones(1, 2), torch.zeros(2, 2), torch.tensor([1])).item()
         0.6931471824645996
         """
-        o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
-                     label_smoothing=label_smoothing, z_loss=z_loss, skip=skip)
-        return self._linear(hidden, linear_weight, linear_bias, target, None, None, o, chunk_size, max_kept,
-                            allow_retain_graph, loss_mask, reduction, cu_seqlens, num_items, ignore_index)
+        o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group, skip=skip,
+                     label_smoothing=label_smoothing, z_loss=z_loss)
+        return self._linear(hidden, linear_weight, linear_bias, target, None, None, loss_mask, reduction,
+                            cu_seqlens, num_items, ignore_index, o, chunk_size, max_kept, allow_retain_graph)
 
     def masked_linear_distillation(
         self,
@@ -677,40 +665,76 @@ class MaskedCrossEntropy:
         o = _options(softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature,
                      target_format="logits", divergence=divergence)
         return self._linear(hidden, linear_weight, linear_bias, teacher_hidden, teacher_weight, teacher_bias,
-                            o, chunk_size, max_kept, allow_retain_graph, loss_mask, reduction, cu_seqlens, num_items)
+                            loss_mask, reduction, cu_seqlens, num_items, None, o, chunk_size, max_kept,
+                            allow_retain_graph)
 
-    def _linear(self, hidden, weight, bias, target, teacher_weight, teacher_bias, o: Options, chunk_size, max_kept,
-                retain_graph, loss_mask, reduction, cu_seqlens, num_items, ignore_index=None):
+    def _rows(self, logits, target, loss_mask, reduction, cu_seqlens, num_items, ignore_index, o: Options):
+        _expect("logits", logits, None)
+        labels = target if o.target_format == "labels" else None
+        if labels is None:
+            _expect("target", target, logits.shape, logits.device)
+        w = self._token_weights(logits, loss_mask, reduction, cu_seqlens, num_items, labels, ignore_index,
+                                o.shard(logits.shape[-1])[2])
+        grad = self.fused and logits.requires_grad and torch.is_grad_enabled() and reduction != "none"
+        o = o._replace(per_token=reduction == "none", need_hidden=grad and not o.vocab_group
+                       and not torch.compiler.is_compiling())
+        target = target.reshape(-1) if labels is not None else target.detach().reshape(-1, target.shape[-1])
+        loss = self.row_loss(logits.reshape(-1, logits.shape[-1]), target, w, *o)[0]
+        return loss.view(logits.shape[:-1]) if o.per_token else loss
+
+    def _linear(self, hidden, weight, bias, target, teacher_weight, teacher_bias, loss_mask, reduction,
+                cu_seqlens, num_items, ignore_index, o: Options, chunk_size, max_kept, retain_graph):
         _expect("hidden", hidden, None)
-        device, tokens = hidden.device, hidden.shape[:-1]
-        autocast = torch.is_autocast_enabled(device.type) and hidden.dtype != torch.float64
-        dtypes, vocab = FLOATS if autocast else (hidden.dtype,), weight.shape[:1]
-        _expect("linear_weight", weight, (*vocab, hidden.shape[-1]), device, dtypes)
-        if teacher_weight is not None:
-            _expect("teacher_hidden", target, (*tokens, *teacher_weight.shape[-1:]), device, dtypes)
-            _expect("teacher_weight", teacher_weight, (*vocab, *target.shape[-1:]), device, dtypes)
+        tokens, device, kind = hidden.shape[:-1], hidden.device, hidden.device.type
+        autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+        dtypes = FLOATS if autocast else (hidden.dtype,)
+        _expect("linear_weight", weight, None, device, dtypes)
+        vocab, labels = weight.shape[:1], target if teacher_weight is None else None
+        _expect("linear_weight", weight, (max(len(weight), 1), hidden.shape[-1]), device, dtypes)
+        if labels is None:
+            _expect("teacher_hidden", target, None, device, dtypes)
+            _expect("teacher_hidden", target, (*tokens, target.shape[-1]))
+            _expect("teacher_weight", teacher_weight, (*vocab, target.shape[-1]), device, dtypes)
         for name, x in (("linear_bias", bias), ("teacher_bias", teacher_bias)):
             if x is not None:
                 _expect(name, x, vocab, device, dtypes)
-        if not weight.numel():
-            raise ValueError(f"linear_weight must not be empty, got {tuple(weight.shape)}")
-        if o.skip not in ("rows", "chunks", "none") or max_kept is not None and o.skip != "rows":
-            raise ValueError(f"skip must be rows, chunks or none, max_kept goes with rows; got {o.skip!r}, {max_kept}")
-        for name, x in (("chunk_size", chunk_size), ("max_kept", max_kept)):
+        if max_kept is not None and o.skip != "rows":
+            raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={o.skip!r}")
+        for name, x, least in (("chunk_size", chunk_size, 1), ("max_kept", max_kept, 0)):
             if x is not None:
-                _number(name, x, lambda x: x >= (name == "chunk_size"), int)
-        labels = target if teacher_weight is None else None
-        w = _tokens(tokens, hidden, loss_mask, reduction, cu_seqlens, num_items, labels, ignore_index,
-                    o.shard(len(weight))[2])
-        wanted = [x is not None and torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight, bias)]
+                _number(name, x, lambda x: x >= least, int)
+        w = self._token_weights(hidden, loss_mask, reduction, cu_seqlens, num_items, labels, ignore_index,
+                                o.shard(len(weight))[2])
+        grad = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
         o = o._replace(
             chunk_size=chunk_size or 0, max_kept=-1 if max_kept is None else max_kept,
-            per_token=reduction == "none", need_hidden=wanted[0], need_weight=wanted[1], need_bias=wanted[2],
-            dtype=torch.get_autocast_dtype(device.type) if autocast else hidden.dtype, retain_graph=retain_graph)
-        teacher = [None if x is None else x.detach() for x in (target, teacher_weight, teacher_bias)]
-        teacher[0] = target.reshape(-1) if labels is not None else teacher[0].reshape(-1, target.shape[-1])
-        loss = self.linear_loss(hidden.reshape(-1, hidden.shape[-1]), weight, bias, *teacher, w, *o)[0]
-        return loss.view(tokens) if reduction == "none" else loss
+            per_token=reduction == "none", need_hidden=grad[0], need_weight=grad[1], need_bias=grad[2],
+            dtype=torch.get_autocast_dtype(kind) if autocast else hidden.dtype, retain_graph=retain_graph)
+        target = target.reshape(-1) if labels is not None else target.detach().reshape(-1, target.shape[-1])
+        teacher = [None if x is None else x.detach() for x in (teacher_weight, teacher_bias)]
+        loss = self.linear_loss(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target, *teacher, w, *o)[0]
+        return loss.view(tokens) if o.per_token else loss
+
+    @staticmethod
+    def _token_weights(x, loss_mask, reduction, cu_seqlens, num_items, target, ignore_index, vocab_size):
+        """w (N,) for the tokens of x (..., columns): of the mask, the labels if any, the reduction."""
+        shape = x.shape[:-1]
+        if target is not None:
+            _expect("target", target, shape, x.device, INTS)
+        if loss_mask is None:
+            a = torch.ones(shape, dtype=torch.bool, device=x.device) if target is None else target != ignore_index
+        else:
+            a = _countable(loss_mask)
+            if a.shape != shape or a.device != x.device:
+                raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {x.device}, "
+                                 f"got {tuple(a.shape)} on {a.device}")
+            a = a if target is None else a.masked_fill(target == ignore_index, 0)
+        a = a.double() if x.dtype == torch.float64 else a
+        w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
+        if target is not None:
+            _check(target, lambda y: (w == 0) | ((0 <= y) & (y < vocab_size)), lambda i: f"label "
+                   f"{target.reshape(-1)[i].item()} at token {i} is neither in [0, {vocab_size}) nor ignored")
+        return w.reshape(-1)
 
 
 _reference = MaskedCrossEntropy()
