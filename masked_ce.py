@@ -186,12 +186,13 @@ class Options(NamedTuple):
         group = torch.distributed.distributed_c10d._resolve_process_group(self.vocab_group)
         return group, group.rank() * columns, group.size() * columns
 
-    def chunk(self, rows: int, hidden_size: int, buffers: int) -> int:
-        """Rows in a chunk, all even. Up to 4H rows are one chunk: two halves and the float32
-        grad_weight that a second chunk needs take no less memory. More go in chunks of up to 2H."""
-        limit = self.chunk_size or max(4 * hidden_size // buffers, 1024)
+    def chunk(self, rows: int, weight: Tensor, buffers: int) -> int:
+        """Rows in a chunk, all even. Up to 4H rows are one chunk: two halves and the float32 grad_weight
+        that a second chunk needs take no less memory. More go in chunks of 2.5 GiB of logits or 2H."""
+        vocab, hidden = weight.shape
+        limit = self.chunk_size or 4 * hidden // buffers
         if not self.chunk_size and rows > limit:
-            limit = max(limit // 2, 1024)
+            limit = max(limit // 2, 5 * 2**29 // (vocab * buffers * self.dtype.itemsize), 1)
         return max(-(-rows // max(-(-rows // limit), 1)), 1)
 
 
@@ -312,26 +313,19 @@ def row_gradient(logits, target, w, upstream, stats, o: Options, out=None) -> Te
 HALF_SCALE = 256.0  # float16 rows are held times this, so that p = 6e-8 has more than one bit
 
 
-def mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, accumulated in float32 and rounded once to dtype."""
-    if a.dtype != dtype and a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.to(dtype) @ b.to(dtype)
+def gemm(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> Tensor:
+    """out = a @ b or out += a @ b, accumulated in float32 and rounded once to out's dtype."""
+    if a.dtype == out.dtype:
+        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    if a.is_cuda:
+        cast = dict(out_dtype=out.dtype, out=out)
+        return torch.addmm(out, a, b, **cast) if add else torch.mm(a, b, **cast)
+    product = a.to(out.dtype) @ b.to(out.dtype)
+    return out.add_(product) if add else out.copy_(product)
 
 
-def add_mm(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in total's dtype."""
-    if a.dtype != total.dtype and a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-
-
-def _linear(h: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) -> Tensor:
-    return torch.mm(h, weight.t(), out=out) if bias is None else torch.addmm(bias, h, weight.t(), out=out)
-
-
-def linear_chunks(kernels, inputs, o: Options, upstream=None, stats=None, count=None):
+def linear_chunks(kernels, hidden, weight, bias, target, teacher_weight, teacher_bias, w, o: Options,
+                  upstream=None, stats=None, count=None):
     """A pass over chunks of rows: logits into one buffer, statistics, and (where a gradient is wanted)
     the buffer turned into w * (softmax - target) in place and multiplied out while it is there.
 
@@ -340,126 +334,130 @@ def linear_chunks(kernels, inputs, o: Options, upstream=None, stats=None, count=
     float16: rows stay of order 1 in the buffer; the coefficients c go to hidden, relative to the
     largest, and to grad_hidden, and the gradients stay float32 until the upstream gradient is applied.
 
-    -> losses (N,), stats (N, 5), count, grad_hidden, grad_weight, grad_bias; empty where not wanted.
+    -> loss, stats (5, N), count, grad_hidden, grad_weight, grad_bias; empty where not wanted.
     """
-    hidden, weight, bias, target, teacher_weight, teacher_bias, w = inputs
-    (N, H), V, backward, keep = hidden.shape, len(weight), stats is not None, w != 0
+    (N, H), V, acc, forward, keep = hidden.shape, len(weight), w.dtype, stats is None, w != 0
     half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
-    acc, group = _accumulator(o.dtype), o.shard(V)[0]
-    needs = [need and (backward or not o.per_token) for need in (o.need_hidden, o.need_weight, o.need_bias)]
+    need_hidden, need_weight, need_bias = (x and not (forward and o.per_token) for x in (o.need_hidden, o.need_weight, o.need_bias))
+    group = o.shard(V)[0]
 
     computed, n = keep, min(o.max_kept, N) if padded else N  # the rows that are computed, how many
     if o.skip != "rows":
-        size = o.chunk(N, H, 1 + teacher)
+        size = o.chunk(N, weight, 1 + teacher)
         chunks = torch.nn.functional.pad(keep, (0, -N % size)).view(-1, size)
         computed = chunks.any(1, keepdim=True).expand_as(chunks).reshape(-1)[:N]
     if count is not None:
         n = count.tolist()[0]  # backward takes forward's rows without another look
     elif o.skip != "none" and not padded:
         n = int(computed.sum())  # the one host sync
-    size = o.chunk(n, H, 1 + teacher) if o.skip == "rows" else size
-    # Padding of max_kept points one past the end, where every result has a row for it.
-    index = torch.nonzero_static(computed, size=n, fill_value=N)[:, 0] if padded or n < N else None
-    # More kept rows than max_kept: poison instead of a silent drop.
-    poison = torch.where(keep.sum() > n, NAN, 0.0).to(acc) if padded else w.new_zeros((), dtype=acc)
-    c = (w if upstream is None else torch.where(keep, w * upstream, 0.0)) + poison
-    peak = c.abs().amax() if half and N else poison + 1
-    share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)  # of c, left to hidden
-    flat = torch.where(c != 0, HALF_SCALE, 0.0).to(acc) if half else c  # of c, in the buffer
+    if o.skip == "rows":
+        size = o.chunk(n, weight, 1 + teacher)
+    index = rows = None
+    if padded or n < N:  # max_kept's padding points one past the end, where results have a row for it
+        index = torch.nonzero_static(computed, size=n, fill_value=N)[:, 0]
+        rows = index.clamp(max=N - 1) if padded else index
+    # More kept rows than max_kept: NaN everywhere instead of a silent drop.
+    fill = torch.where(keep.sum() > n, NAN, 0.0).to(acc) if padded else w.new_zeros(())
 
-    losses, kept = poison.expand(N + padded).clone(), w.new_zeros((N + padded if o.per_token else 0, 5))
-    grad_hidden = poison.to(acc if half else hidden.dtype).expand(N + padded if needs[0] else 0, H).clone()
-    grad_weight, grad_bias = None, w.new_zeros(V if needs[2] else 0, dtype=acc)
+    def blank(*shape, dtype):
+        return fill.to(dtype).expand(shape).clone()
 
-    def take(x, rows):
-        if index is None:
-            return x[rows]
-        x = x.index_select(0, index[rows].clamp(max=N - 1))
-        return x.masked_fill((index[rows] == N).view(-1, *[1] * (x.dim() - 1)), 0) if padded else x
+    def gather(x, dim=0):
+        return x if rows is None else x.index_select(dim, rows)
 
-    def put(out, rows, x):
-        out[rows].copy_(x) if index is None else out.index_copy_(0, index[rows], x.to(out.dtype))
+    def inputs(x, part, void):
+        x = (x[part] if rows is None else x.index_select(0, rows[part])).to(o.dtype)
+        return x if void is None else x.masked_fill(void, 0.0)
+
+    def head(x, weight, bias, out):
+        out = out[: len(x)]
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    c = gather(w if forward else torch.where(keep, w * upstream, 0.0))
+    c = (c + fill).masked_fill(index == N, 0.0) if padded else c
+    labels, stats = None if teacher else gather(target), None if forward else gather(stats, 1)
+    flat = torch.where(c != 0, HALF_SCALE, 0.0).to(acc) if half else c  # of c, what the buffer gets
+    peak = c.abs().amax() if half and n else 1.0
+    if half or need_bias:  # of c, what hidden gets
+        share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)[:, None]
+    losses, kept = [], []
+    grad_hidden = blank(N + padded if need_hidden else 0, H, dtype=acc if half else hidden.dtype)
+    shape, dtype = (V if need_weight else 0, H), acc if half or n > size else weight.dtype
+    grad_weight = weight.new_empty(shape, dtype=dtype) if n else blank(*shape, dtype=dtype)
+    grad_bias = blank(1, V if need_bias else 0, dtype=acc)
 
     with torch.autocast(hidden.device.type, enabled=False):
-        weight_, bias_, teacher_weight_, teacher_bias_ = (
-            None if x is None else x.to(o.dtype) for x in (weight, bias, teacher_weight, teacher_bias))
-        buffer = w.new_empty((1 + teacher, min(n, size), V), dtype=o.dtype)
+        heads = [None if x is None else x.to(o.dtype) for x in (weight, bias, teacher_weight, teacher_bias)]
+        buffers = w.new_empty((1 + teacher, min(n, size), V), dtype=o.dtype)
         for start in range(0, n, size):
-            rows = slice(start, min(start + size, n))
-            c_, h, t = take(c, rows), take(hidden, rows).to(o.dtype), take(target, rows)
-            void = (c_ == 0)[:, None] if o.skip != "rows" else None  # computed though masked
-            h = h if void is None else h.masked_fill(void, 0.0)
-            logits = _linear(h, weight_, bias_, buffer[0, : len(h)])
-            if teacher:
-                t = t.to(o.dtype) if void is None else t.to(o.dtype).masked_fill(void, 0.0)
-                t = _linear(t, teacher_weight_, teacher_bias_, buffer[1, : len(h)])
-            if backward:
-                stats_ = take(stats, rows).t().contiguous()
-                g = kernels.row_gradient(logits, t, take(flat, rows), None, stats_, o, logits)
+            part = slice(start, start + size)
+            void = (c[part] == 0)[:, None] if padded or o.skip != "rows" else None  # computed, not kept
+            h = inputs(hidden, part, void)
+            z = head(h, *heads[:2], buffers[0])
+            t = head(inputs(target, part, void), *heads[2:], buffers[1]) if teacher else labels[part]
+            if forward:
+                wanted = need_hidden or need_weight or need_bias
+                loss, chunk_stats, g = kernels.row_pass(z, t, c[part], flat[part] if wanted else None, o, z)
+                losses.append(loss)
+                kept.append(chunk_stats)
             else:
-                loss, stats_, g = kernels.row_pass(
-                    logits, t, c_, take(flat, rows) if any(needs) else None, o, logits)
-                put(losses, rows, loss)
-                if o.per_token:
-                    put(kept, rows, stats_.t())
-            if needs[0]:
-                d = _sum_over(mm(g, weight_, acc if half or group is not None else hidden.dtype), group)
-                d = d * (c_ / HALF_SCALE)[:, None] if half else d
-                put(grad_hidden, rows, d if void is None else d.masked_fill_(void, 0.0))
-            share_ = take(share, rows)[:, None]
-            if needs[1] and grad_weight is None:
-                grad_weight = mm(g.t(), h * share_ if half else h, acc if half or n > size else weight.dtype)
-            elif needs[1]:
-                add_mm(grad_weight, g.t(), h * share_ if half else h)
-            if needs[2]:
-                grad_bias += mm(share_.t(), g, acc)[0]
-    if grad_weight is None:
-        grad_weight = w.new_zeros((V if needs[1] else 0, H), dtype=acc)
+                g = kernels.row_gradient(z, t, flat[part], None, stats[:, part].contiguous(), o, z)
+            if need_hidden:
+                direct = index is None and void is None and group is None and not half
+                d = grad_hidden[part] if direct else h.new_empty(
+                    h.shape, dtype=acc if half or group is not None else hidden.dtype)
+                d = _sum_over(gemm(d, g, heads[0]), group)
+                d = d * (c[part] / HALF_SCALE)[:, None] if half else d
+                d = d if void is None else d.masked_fill_(void, 0.0)
+                if index is not None:
+                    grad_hidden.index_copy_(0, index[part], d.to(grad_hidden.dtype))
+                elif not direct:
+                    grad_hidden[part].copy_(d)
+            if need_weight:
+                gemm(grad_weight, g.t(), h * share[part] if half else h, add=start > 0)
+            if need_bias:
+                gemm(grad_bias, share[part].t(), g, add=start > 0)
     if half:
-        grad_weight, grad_bias = grad_weight * (peak / HALF_SCALE), grad_bias * (peak / HALF_SCALE)
+        grad_weight, grad_bias = (x * (peak / HALF_SCALE) for x in (grad_weight, grad_bias))
     else:
         grad_weight, grad_bias = grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
-    return losses[:N], kept[:N], torch.tensor([n]), grad_hidden[:N], grad_weight, grad_bias
+    losses, stats = (torch.cat(x, -1) if x else w.new_zeros(*y, 0) for x, y in ((losses, ()), (kept, (5,))))
+    if not o.per_token:
+        losses, stats = losses.sum() + fill if padded else losses.sum(), w.new_empty(5, 0)
+    elif index is not None and forward:
+        losses = blank(N + padded, dtype=acc).index_copy_(0, index, losses)[:N]
+        stats = w.new_zeros(5, N + padded).index_copy_(1, index, stats)[:, :N]
+    return losses, stats, torch.tensor([n]), grad_hidden[: N * need_hidden], grad_weight, grad_bias[0]
 
 
 # --------------------------------------------------------------------------------------- autograd
-# Plain functions: the reference makes autograd Functions of them, the Triton file custom ops too.
-def row_forward(kernels, logits, target, w, *options):
+# Plain functions of tensors and Options: the reference makes autograd Functions of them, the Triton
+# file custom ops too. They return gradients for the first inputs; the wrappers add the Nones.
+def row_forward(kernels, logits, target, w, o: Options):
     """-> the loss, statistics, and where the options ask for it the gradient (else empty)."""
-    o = Options(*options)
     losses, stats, grad = kernels.row_pass(logits, target, w, w if o.need_hidden else None, o)
-    return losses if o.per_token else losses.sum(), stats, w.new_empty(0) if grad is None else grad
+    return losses if o.per_token else losses.sum(), stats, logits.new_empty(0) if grad is None else grad
 
 
-def row_setup(ctx, inputs, output):
+def row_setup(ctx, tensors, o: Options, output):
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:3], *output[1:])
-    ctx.options, ctx.spent = Options(*inputs[3:]), False
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.options, ctx.spent = o, False
 
 
 def row_backward(kernels, ctx, upstream):
     logits, target, w, stats, grad = ctx.saved_tensors
-    if ctx.options.need_hidden and not ctx.spent:  # else its buffer was scaled and given away
+    if ctx.options.need_hidden and not ctx.spent:  # later its buffer was scaled and given away
         ctx.spent = True
-        grad = kernels.scaled(ctx, grad, upstream, grad.dtype)
-    else:
-        grad = kernels.row_gradient_op(logits, target, w, upstream.expand(len(w)), stats, *ctx.options)
-    return (grad, None, None) + (None,) * len(ctx.options)
+        return (kernels.scaled(ctx, grad, upstream, grad.dtype),)
+    return (kernels.row_gradient_op(logits, target, w, upstream.expand(len(w)), stats, ctx.options),)
 
 
-def linear_forward(kernels, *args):
-    """-> the loss, and what `linear_setup` may save. args: 7 tensors, then an Options' fields."""
-    losses, *rest = linear_chunks(kernels, args[:7], Options(*args[7:]))
-    return losses if Options(*args[7:]).per_token else losses.sum(), *rest
-
-
-def linear_setup(ctx, inputs, output):
+def linear_setup(ctx, tensors, o: Options, output):
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.options, ctx.spent = Options(*inputs[7:]), False
-    ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
-    ctx.save_for_backward(*(inputs[:7] + output[1:3] if ctx.options.per_token else output[3:]))
+    ctx.save_for_backward(*((*tensors, *output[1:3]) if o.per_token else output[3:]))
+    ctx.options, ctx.spent = o, False
+    ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
 
 
 def linear_backward(kernels, ctx, upstream):
@@ -468,30 +466,33 @@ def linear_backward(kernels, ctx, upstream):
         raise RuntimeError("the first backward scaled the saved gradients in place and gave them away: "
                            "a second one needs allow_retain_graph=True")
     if o.per_token:
-        grads, upstream = kernels.linear_gradients_op(upstream, *grads, *o), None
-    grads = [kernels.scaled(ctx, grad, upstream, dtype) if need else None for grad, dtype, need in
-             zip(grads, ctx.dtypes, (o.need_hidden, o.need_weight, o.need_bias))]
-    return (*grads, None, None, None, None) + (None,) * len(o)
+        grads, upstream = kernels.linear_gradients_op(*grads[:7], o, upstream, *grads[7:]), None
+    return [kernels.scaled(ctx, grad, upstream, dtype) if need else None
+            for grad, dtype, need in zip(grads, ctx.dtypes, (o.need_hidden, o.need_weight, o.need_bias))]
 
 
-def linear_gradients(kernels, upstream, *args):
-    """Backward of reduction="none": the chunks once more, with the 7 inputs, statistics and count."""
-    return tuple(linear_chunks(kernels, args[:7], Options(*args[9:]), upstream, *args[7:9])[3:])
-
-
-def first_order(backward):
+def first_order(backward, inputs: int):
     """once_differentiable; by itself it takes a gradient whose upstream is a constant for a constant."""
     def run(ctx, upstream, *_):
+        if upstream is None:
+            return (None,) * inputs
         if torch.is_grad_enabled() and not upstream.requires_grad:
             upstream = upstream.detach().requires_grad_()
-        return once_differentiable(backward)(ctx, upstream)
+        grads = once_differentiable(backward)(ctx, upstream)
+        grads = (grads,) if isinstance(grads, Tensor) else grads
+        return (*grads, *(None,) * (inputs - len(grads)))
     return run
 
 
-def function(kernels, forward, setup, backward):
-    return type("Loss", (torch.autograd.Function,), dict(
-        forward=staticmethod(lambda *args: forward(kernels, *args)), setup_context=staticmethod(setup),
-        backward=staticmethod(first_order(lambda *args: backward(kernels, *args))))).apply
+def function(kernels, forward, setup, backward, inputs: int):
+    def run(ctx, *args):
+        ctx.set_materialize_grads(False)
+        output = forward(kernels, *args)
+        setup(ctx, args[:-1], args[-1], output)
+        return output
+    return type(forward.__name__, (torch.autograd.Function,), dict(
+        forward=staticmethod(run),
+        backward=staticmethod(first_order(lambda *args: tuple(backward(kernels, *args)), inputs)))).apply
 
 
 # -------------------------------------------------------------------------------------- front door
@@ -557,11 +558,11 @@ class MaskedCrossEntropy:
 
     row_statistics = staticmethod(row_statistics)
     row_gradient = staticmethod(row_gradient)
-    fused = False  # does row_pass make loss and gradient of given logits in one launch?
+    fused = ()  # dtypes of given logits whose gradient row_pass makes together with the loss
 
     def __init__(self):
-        self.row_loss = function(self, row_forward, row_setup, row_backward)
-        self.linear_loss = function(self, linear_forward, linear_setup, linear_backward)
+        self.row_loss = function(self, row_forward, row_setup, row_backward, 4)
+        self.linear_loss = function(self, linear_chunks, linear_setup, linear_backward, 8)
 
     def row_pass(self, logits, target, w, coefficient, o, out=None):
         """Losses, statistics, and the gradient times `coefficient` unless that is None."""
@@ -570,11 +571,12 @@ class MaskedCrossEntropy:
             return losses, stats, None
         return losses, stats, self.row_gradient(logits, target, coefficient, None, stats, o, out)
 
-    def row_gradient_op(self, logits, target, w, upstream, stats, *options):
-        return self.row_gradient(logits, target, w, upstream, stats, Options(*options))
+    def row_gradient_op(self, *args):
+        return self.row_gradient(*args)
 
     def linear_gradients_op(self, *args):
-        return linear_gradients(self, *args)
+        """Backward of reduction="none": the chunks once more."""
+        return linear_chunks(self, *args)[3:]
 
     def scaled(self, ctx, grad, upstream, dtype):
         """A gradient made in forward, times the upstream one (None: 1)."""
@@ -675,11 +677,11 @@ class MaskedCrossEntropy:
             _expect("target", target, logits.shape, logits.device)
         w = self._token_weights(logits, loss_mask, reduction, cu_seqlens, num_items, labels, ignore_index,
                                 o.shard(logits.shape[-1])[2])
-        grad = self.fused and logits.requires_grad and torch.is_grad_enabled() and reduction != "none"
-        o = o._replace(per_token=reduction == "none", need_hidden=grad and not o.vocab_group
+        grad = logits.dtype in self.fused and logits.requires_grad and torch.is_grad_enabled()
+        o = o._replace(per_token=reduction == "none", need_hidden=grad and reduction != "none"
                        and not torch.compiler.is_compiling())
         target = target.reshape(-1) if labels is not None else target.detach().reshape(-1, target.shape[-1])
-        loss = self.row_loss(logits.reshape(-1, logits.shape[-1]), target, w, *o)[0]
+        loss = self.row_loss(logits.reshape(-1, logits.shape[-1]), target, w, o)[0]
         return loss.view(logits.shape[:-1]) if o.per_token else loss
 
     def _linear(self, hidden, weight, bias, target, teacher_weight, teacher_bias, loss_mask, reduction,
@@ -712,7 +714,7 @@ class MaskedCrossEntropy:
             dtype=torch.get_autocast_dtype(kind) if autocast else hidden.dtype, retain_graph=retain_graph)
         target = target.reshape(-1) if labels is not None else target.detach().reshape(-1, target.shape[-1])
         teacher = [None if x is None else x.detach() for x in (teacher_weight, teacher_bias)]
-        loss = self.linear_loss(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target, *teacher, w, *o)[0]
+        loss = self.linear_loss(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target, *teacher, w, o)[0]
         return loss.view(tokens) if o.per_token else loss
 
     @staticmethod

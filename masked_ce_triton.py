@@ -45,27 +45,38 @@ def _tanh(x):
 
 
 @triton.jit
-def _load(row, columns, inside, ACC: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
-    """z. Lanes past the end become -inf after softcap, which would make them -softcap."""
-    z = tl.load(row + columns, mask=inside, other=0.0).to(ACC)
+def _transformed(z, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
     if SOFTCAP > 0.0:
         z = SOFTCAP * _tanh(z / SOFTCAP)
     if TEMPERATURE != 1.0:
         z = z / TEMPERATURE
-    return tl.where(inside, z, -INF)
+    return z
 
 
 @triton.jit
-def _target(row, columns, inside, column, ACC: tl.constexpr, TARGET: tl.constexpr, SMOOTHING: tl.constexpr,
-            SMOOTH_EACH: tl.constexpr, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
+def _load(row, columns, V, MASKED: tl.constexpr, ACC: tl.constexpr, SOFTCAP: tl.constexpr,
+          TEMPERATURE: tl.constexpr, EVICT: tl.constexpr):
+    """z. Lanes past the end become -inf after softcap, which would make them -softcap."""
+    if MASKED:
+        z = tl.load(row + columns, mask=columns < V, other=0.0).to(ACC)
+        z = tl.where(columns < V, _transformed(z, SOFTCAP, TEMPERATURE), -INF)
+    else:
+        z = _transformed(tl.load(row + columns, eviction_policy=EVICT).to(ACC), SOFTCAP, TEMPERATURE)
+    return z
+
+
+@triton.jit
+def _target(row, columns, column, V, MASKED: tl.constexpr, ACC: tl.constexpr, TARGET: tl.constexpr,
+            SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr, SOFTCAP: tl.constexpr,
+            TEMPERATURE: tl.constexpr, EVICT: tl.constexpr):
     """Teacher logits t, or q: probabilities, or a label's one-hot ones, smoothed."""
     if TARGET == "logits":
-        t = _load(row, columns, inside, ACC, SOFTCAP, TEMPERATURE)
+        t = _load(row, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, EVICT)
     elif TARGET == "probabilities":
-        t = tl.load(row + columns, mask=inside, other=0.0).to(ACC)
-    else:
-        t = tl.where(columns == column, 1.0 - SMOOTHING, 0.0).to(ACC) + SMOOTH_EACH
-        t = tl.where(inside, t, 0.0)
+        t = tl.load(row + columns, mask=columns < V, other=0.0, eviction_policy=EVICT).to(ACC)
+    else:  # the constants meet a tensor of type ACC, or they would be float32
+        t = tl.where(columns == column, 1.0, 0.0).to(ACC) * (1.0 - SMOOTHING) + SMOOTH_EACH
+        t = tl.where(columns < V, t, 0.0)
     return t
 
 
@@ -88,71 +99,130 @@ def _moved(x, m, s, tm, ts, new_m, new_tm, TARGET: tl.constexpr, DIVERGENCE: tl.
     return x, s * scale, ts
 
 
+@triton.jit
+def _statistics_block(
+    logits, target, columns, column, V, x, m, s, tm, ts, MASKED: tl.constexpr, TARGET: tl.constexpr,
+    DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr, SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr, EVICT: tl.constexpr,
+):
+    """The running statistics (lanes,) after one more block of columns (lanes, VECTOR)."""
+    z = _load(logits, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, EVICT)
+    new_m = tl.maximum(m, tl.max(z, 1))
+    new_tm = tm
+    if TARGET != "labels":
+        t = _target(target, columns, column, V, MASKED, ACC, TARGET, SMOOTHING, SMOOTH_EACH,
+                    TEACHER_SOFTCAP, TEMPERATURE, EVICT)
+        if TARGET == "logits":
+            new_tm = tl.maximum(tm, tl.max(t, 1))
+    x, s, ts = _moved(x, m, s, tm, ts, new_m, new_tm, TARGET, DIVERGENCE)
+    below = z - _finite(new_m)[:, None]
+    e = tl.exp(below)
+    s += tl.sum(e, 1)
+    if TARGET != "labels":
+        if TARGET == "logits":
+            log_q = t - _finite(new_tm)[:, None]
+            q = tl.exp(log_q)
+        else:
+            q = t
+            log_q = tl.log(t) if DIVERGENCE != "cross_entropy" else t
+        ts += tl.sum(q, 1)
+        if DIVERGENCE == "reverse_kl":
+            x += tl.sum(tl.where(e != 0, e * (below - log_q), 0.0), 1)
+        elif DIVERGENCE == "forward_kl":
+            x += tl.sum(tl.where(q != 0, q * (log_q - below), 0.0), 1)
+        else:
+            x += tl.sum(tl.where(q != 0, -q * below, 0.0), 1)
+    return x, new_m, s, new_tm, ts
+
+
+@triton.jit
+def _gradient_block(
+    logits, target, out, columns, column, V, c, x, m, s, tm, ts, MASKED: tl.constexpr, TARGET: tl.constexpr,
+    DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr, Z_LOSS: tl.constexpr,
+    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr,
+):
+    """Stores c * dl/dlogits of some columns, rounded here and nowhere before."""
+    z = _load(logits, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, "evict_first")
+    below = z - m
+    p = tl.exp(below) * (1.0 / s)
+    if TARGET == "labels" or TARGET == "smoothed":
+        grad = p * (1.0 + 2.0 * Z_LOSS * (m + tl.log(s))) if Z_LOSS > 0.0 else p
+        if TARGET == "labels":
+            grad = tl.where(columns == column, grad - 1.0, grad)
+        else:
+            grad -= _target(target, columns, column, V, MASKED, ACC, TARGET, SMOOTHING, SMOOTH_EACH, 0.0, 1.0, "")
+    else:
+        t = _target(target, columns, column, V, MASKED, ACC, TARGET, 0.0, 0.0, TEACHER_SOFTCAP, TEMPERATURE,
+                    "evict_first")
+        if DIVERGENCE == "reverse_kl":
+            log_q = t - (tm + tl.log(ts)) if TARGET == "logits" else tl.log(t)
+            grad = tl.where(p != 0, p * (below - log_q - (tl.log(s) + x)), 0.0)
+        else:
+            grad = p - tl.exp(t - tm) * (1.0 / ts) if TARGET == "logits" else p * ts - t
+    if SOFTCAP > 0.0:
+        tanh = z * (TEMPERATURE / SOFTCAP)
+        grad *= 1.0 - tanh * tanh
+    grad = (grad * (c / TEMPERATURE)).to(out.dtype.element_ty)
+    if MASKED:
+        tl.store(out + columns, grad, mask=columns < V)
+    else:
+        tl.store(out + columns, grad, eviction_policy="evict_first")
+
+
 # ------------------------------------------------------------------------------------------- kernels
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, target_ptr, w_ptr,  # (N, V), (N, V) or (N,), (N,)
-    loss_ptr, stats_ptr,  # (N,), (5, N)
-    logits_stride, target_stride, N, V, first, vocab_size,
+    logits_ptr, target_ptr, w_ptr, c_ptr,  # (N, V), (N, V) or (N,), (N,), (N,)
+    loss_ptr, stats_ptr, out_ptr,  # (N,), (5, N), (N, V) which may be the logits
+    logits_stride, target_stride, out_stride, N, V, first, vocab_size,
     TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr,
     Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
-    PARTIAL: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    ACC: tl.constexpr, PARTIAL: tl.constexpr, GRADIENT: tl.constexpr, BACKWARDS: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):
-    """w * loss and the statistics of a row, online (Milakov and Gimelshein, arXiv 1805.02867).
+    """w * loss and the statistics of a row, online (Milakov and Gimelshein, arXiv 1805.02867), and with
+    GRADIENT c * dl/dlogits after them.
 
-    Grid (N,), a program a row, one pass: reads B, from a distribution 2B; writes 6 numbers. The running
-    maxima and sums are vectors, a lane for each VECTOR columns that a thread loads at once, so that the
-    loop needs no reduction across threads. PARTIAL: the columns are a shard; masked_ce finishes.
+    Grid (N,), a program a row. Reads B, from a distribution 2B; writes 6 numbers. The running maxima and
+    sums are vectors, a lane for each VECTOR columns that a thread loads at once, so that the loop needs
+    no reduction across threads. PARTIAL: the columns are a shard; masked_ce finishes.
+    GRADIENT: reads them again and writes B. BACKWARDS, from the row's end: what was read last is still
+    in the L2 cache, while a second pass from the start would find each block just evicted.
     """
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(w_ptr + row)
+    logits_ptr += row * logits_stride
+    target_ptr += row * target_stride
+    out_ptr += row * out_stride
+    flat = tl.arange(0, BLOCK)
     if w == 0:
         tl.store(loss_ptr + row, w)
         for k in tl.static_range(5):
             tl.store(stats_ptr + k * N + row, w)
+        if GRADIENT:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+                tl.store(out_ptr + start + flat, zero, mask=start + flat < V)
         return
-    logits_ptr += row * logits_stride
-    target_ptr += row * target_stride
     LABEL: tl.constexpr = TARGET == "labels" or TARGET == "smoothed"
     column = tl.load(target_ptr).to(tl.int64) - first if LABEL else 0
 
-    lanes = tl.arange(0, BLOCK // VECTOR)
+    x = tl.zeros([BLOCK // VECTOR], ACC)
     m = tl.full([BLOCK // VECTOR], -INF, ACC)
     s = tl.zeros([BLOCK // VECTOR], ACC)
-    x = tl.zeros([BLOCK // VECTOR], ACC)
     tm = tl.full([BLOCK // VECTOR], -INF if TARGET == "logits" else 0.0, ACC)
     ts = tl.zeros([BLOCK // VECTOR], ACC)
-    for start in range(0, V, BLOCK):
-        columns = start + lanes[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-        inside = columns < V
-        z = _load(logits_ptr, columns, inside, ACC, SOFTCAP, TEMPERATURE)
-        new_m = tl.maximum(m, tl.max(z, 1))
-        new_tm = tm
-        if TARGET != "labels":
-            t = _target(target_ptr, columns, inside, column, ACC, TARGET, SMOOTHING, SMOOTH_EACH,
-                        TEACHER_SOFTCAP, TEMPERATURE)
-            if TARGET == "logits":
-                new_tm = tl.maximum(tm, tl.max(t, 1))
-        x, s, ts = _moved(x, m, s, tm, ts, new_m, new_tm, TARGET, DIVERGENCE)
-        m = new_m
-        tm = new_tm
-        below = z - _finite(m)[:, None]
-        e = tl.exp(below)
-        s += tl.sum(e, 1)
-        if TARGET != "labels":
-            if TARGET == "logits":
-                log_q = t - _finite(tm)[:, None]
-                q = tl.exp(log_q)
-            else:
-                q = t
-                log_q = tl.log(t) if DIVERGENCE != "cross_entropy" else t
-            ts += tl.sum(q, 1)
-            if DIVERGENCE == "reverse_kl":
-                x += tl.sum(tl.where(e != 0, e * (below - log_q), 0.0), 1)
-            elif DIVERGENCE == "forward_kl":
-                x += tl.sum(tl.where(q != 0, q * (log_q - below), 0.0), 1)
-            else:
-                x += tl.sum(tl.where(q != 0, -q * below, 0.0), 1)
+    tile = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    whole = V // BLOCK * BLOCK  # up to here no column needs a mask
+    EVICT: tl.constexpr = "evict_last" if GRADIENT and BACKWARDS else ""
+    for start in range(0, whole, BLOCK):
+        x, m, s, tm, ts = _statistics_block(
+            logits_ptr, target_ptr, start + tile, column, V, x, m, s, tm, ts, False, TARGET, DIVERGENCE,
+            SMOOTHING, SMOOTH_EACH, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC, EVICT)
+    if whole < V:
+        x, m, s, tm, ts = _statistics_block(
+            logits_ptr, target_ptr, whole + tile, column, V, x, m, s, tm, ts, True, TARGET, DIVERGENCE,
+            SMOOTHING, SMOOTH_EACH, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC, EVICT)
 
     row_m = tl.max(m, 0)
     row_tm = tl.max(tm, 0)
@@ -162,8 +232,8 @@ def _statistics_kernel(
     ts = tl.sum(ts, 0)
     if TARGET == "labels":
         here = (column >= 0) & (column < V)
-        z = _load(logits_ptr, column, here, ACC, SOFTCAP, TEMPERATURE)
-        x = tl.where(here, _finite(row_m) - z, 0.0)
+        z = tl.load(logits_ptr + column, mask=here, other=0.0).to(ACC)
+        x = tl.where(here, _finite(row_m) - _transformed(z, SOFTCAP, TEMPERATURE), 0.0)
         ts = tl.where(here, 1.0, 0.0).to(ACC)
     if not PARTIAL:
         mass = ts if TARGET == "probabilities" else 1.0
@@ -179,66 +249,65 @@ def _statistics_kernel(
                 x += Z_LOSS * lse * lse
             known = (column + first >= 0) & (column + first < vocab_size)
             x = tl.where(known, x, float("nan"))
-            s = tl.where(known, s, float("nan"))
+            s = tl.where(known, s, float("nan"))  # takes it to the gradient
         tl.store(loss_ptr + row, w * x)
     tl.store(stats_ptr + row, x)
     tl.store(stats_ptr + N + row, row_m)
     tl.store(stats_ptr + 2 * N + row, s)
     tl.store(stats_ptr + 3 * N + row, row_tm)
     tl.store(stats_ptr + 4 * N + row, ts)
+    if GRADIENT:
+        c = tl.load(c_ptr + row)
+        tl.debug_barrier()  # in place: every thread has read the label's logit before one is overwritten
+        if whole < V:
+            _gradient_block(logits_ptr, target_ptr, out_ptr, whole + flat, column, V, c, x, row_m, s, row_tm,
+                            ts, True, TARGET, DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP,
+                            TEACHER_SOFTCAP, TEMPERATURE, ACC)
+        half = tl.arange(0, BLOCK // 2)
+        for start in range(0, whole, BLOCK // 2):
+            at = whole - BLOCK // 2 - start if BACKWARDS else start
+            _gradient_block(logits_ptr, target_ptr, out_ptr, at + half, column, V, c, x, row_m, s, row_tm,
+                            ts, False, TARGET, DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP,
+                            TEACHER_SOFTCAP, TEMPERATURE, ACC)
 
 
 @triton.jit
 def _gradient_kernel(
-    logits_ptr, target_ptr, w_ptr, upstream_ptr, stats_ptr, out_ptr,  # out (N, V) may be the logits
+    logits_ptr, target_ptr, w_ptr, upstream_ptr, stats_ptr, out_ptr,
     logits_stride, target_stride, upstream_stride, out_stride, N, V, first, blocks,
     TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr,
     Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
-    UPSTREAM: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr,
+    ACC: tl.constexpr, UPSTREAM: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """w * upstream * dl/dlogits of one block of a row, rounded once, when it is stored.
+    """w * upstream * dl/dlogits of one block of a row.
 
-    Grid (N * blocks,) with blocks = cdiv(V, BLOCK); the first dimension of a grid alone may pass 65535.
-    Reads B (from a distribution 2B), writes B; rows of weight 0 read nothing and write zeros.
+    Grid (N * blocks,), blocks = cdiv(V, BLOCK); only the first dimension of a grid may pass 65535. Reads
+    B (from a distribution 2B), writes B; a row of weight 0 reads nothing and writes zeros.
     """
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < V
-    logits_ptr += row * logits_stride
-    target_ptr += row * target_stride
+    start = tl.program_id(0) % blocks * BLOCK
+    columns = start + tl.arange(0, BLOCK)
     out_ptr += row * out_stride
     w = tl.load(w_ptr + row)
     if w == 0:
-        tl.store(out_ptr + columns, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + columns, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=columns < V)
         return
+    logits_ptr += row * logits_stride
+    target_ptr += row * target_stride
+    LABEL: tl.constexpr = TARGET == "labels" or TARGET == "smoothed"
+    column = tl.load(target_ptr).to(tl.int64) - first if LABEL else 0
+    c = w * tl.load(upstream_ptr + row * upstream_stride) if UPSTREAM else w
+    x = tl.load(stats_ptr + row)
     m = tl.load(stats_ptr + N + row)
     s = tl.load(stats_ptr + 2 * N + row)
     tm = tl.load(stats_ptr + 3 * N + row)
     ts = tl.load(stats_ptr + 4 * N + row)
-    z = _load(logits_ptr, columns, inside, ACC, SOFTCAP, TEMPERATURE)
-    below = z - m
-    p = tl.exp(below) * (1.0 / s)
-    if TARGET == "labels" or TARGET == "smoothed":
-        column = tl.load(target_ptr).to(tl.int64) - first
-        grad = p * (1.0 + 2.0 * Z_LOSS * (m + tl.log(s))) if Z_LOSS > 0.0 else p
-        if TARGET == "labels":
-            grad = tl.where(columns == column, grad - 1.0, grad)
-        else:
-            grad -= _target(target_ptr, columns, inside, column, ACC, TARGET, SMOOTHING, SMOOTH_EACH, 0.0, 1.0)
+    if start + BLOCK <= V:
+        _gradient_block(logits_ptr, target_ptr, out_ptr, columns, column, V, c, x, m, s, tm, ts, False, TARGET,
+                        DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC)
     else:
-        t = _target(target_ptr, columns, inside, 0, ACC, TARGET, 0.0, 0.0, TEACHER_SOFTCAP, TEMPERATURE)
-        if DIVERGENCE == "reverse_kl":
-            log_q = t - tm - tl.log(ts) if TARGET == "logits" else tl.log(t)
-            grad = tl.where(p != 0, p * (below - tl.log(s) - log_q - tl.load(stats_ptr + row)), 0.0)
-        else:
-            grad = p - tl.exp(t - tm) / ts if TARGET == "logits" else p * ts - t
-    if SOFTCAP > 0.0:
-        tanh = z * (TEMPERATURE / SOFTCAP)
-        grad *= 1.0 - tanh * tanh
-    c = w / TEMPERATURE
-    if UPSTREAM:
-        c *= tl.load(upstream_ptr + row * upstream_stride)
-    tl.store(out_ptr + columns, (grad * c).to(out_ptr.dtype.element_ty), mask=inside)
+        _gradient_block(logits_ptr, target_ptr, out_ptr, columns, column, V, c, x, m, s, tm, ts, True, TARGET,
+                        DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC)
 
 
 @triton.jit
@@ -257,11 +326,11 @@ def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, ACC: 
         tl.store(out_ptr + at, (x.to(ACC) * upstream).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-# ----------------------------------------------------------------------------------------- launches
+# ------------------------------------------------------------------------------------------ launches
 INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
 
 
-def _constants(logits: Tensor, target: Tensor, o, vocab_size: int) -> dict:
+def _constants(logits: Tensor, o, vocab_size: int) -> dict:
     smoothed = o.target_format == "labels" and o.label_smoothing > 0
     return dict(
         TARGET="smoothed" if smoothed else o.target_format, DIVERGENCE=o.divergence,
@@ -270,146 +339,183 @@ def _constants(logits: Tensor, target: Tensor, o, vocab_size: int) -> dict:
         ACC=tl.float64 if logits.dtype == torch.float64 else tl.float32)
 
 
-def _row_contiguous(x: Tensor) -> Tensor:
-    return x if x.dim() < 2 or x.stride(1) == 1 else x.contiguous()
+def _rows(x: Tensor) -> Tensor:
+    """Rows whose columns lie side by side, at any distance from each other."""
+    return x if x.dim() == 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def _launch_statistics(logits, target, w, o, partial=False):
-    logits, target, w = _row_contiguous(logits), _row_contiguous(target), w.contiguous()
+def _launch_statistics(logits, target, w, c, o, out=None, partial=False):
+    """-> w * loss (n,), statistics (5, n), c * gradient in `out` (made here if None), or None where c is."""
+    logits, target, w = _rows(logits), _rows(target), w.contiguous()
     (N, V), (_, first, vocab_size) = logits.shape, o.shard(logits.shape[1])
     losses, stats = w.new_empty(N), w.new_empty(5, N)
-    vector = 16 // logits.element_size()
-    block = 2048
+    if c is not None and out is None:
+        out = torch.empty((N, V), dtype=logits.dtype, device=logits.device)
+    wide = V * logits.element_size() > 2**17
+    size, warps = (4096, 8) if o.target_format != "labels" or c is None else (16384, 32) if wide else (8192, 16)
+    block = min(max(triton.next_power_of_2(V), 32), 2 * size // logits.element_size())
     if N:
         with torch.cuda.device_of(logits):
             _statistics_kernel[(N,)](
-                logits, target, w, losses, stats, logits.stride(0), target.stride(0), N, V, first, vocab_size,
-                **_constants(logits, target, o, vocab_size), PARTIAL=partial, BLOCK=block, VECTOR=vector, num_warps=4)
-    return losses, stats
+                logits, target, w, w if c is None else c.contiguous(), losses, stats, logits if out is None else out,
+                logits.stride(0), target.stride(0), 0 if out is None else out.stride(0), N, V, first, vocab_size,
+                **_constants(logits, o, vocab_size), PARTIAL=partial, GRADIENT=c is not None, BACKWARDS=wide,
+                BLOCK=block, VECTOR=16 // logits.element_size(), num_warps=warps)
+    return losses, stats, None if c is None else out
 
 
 def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
-    logits, target, w = _row_contiguous(logits), _row_contiguous(target), w.contiguous()
+    logits, target, w = _rows(logits), _rows(target), w.contiguous()
     (N, V), (_, first, vocab_size) = logits.shape, o.shard(logits.shape[1])
     out = torch.empty((N, V), dtype=logits.dtype, device=logits.device) if out is None else out
-    block = 2048
+    block = min(max(triton.next_power_of_2(V), 16), 4096)
     blocks = triton.cdiv(V, block)
     if N:
         with torch.cuda.device_of(logits):
             _gradient_kernel[(N * blocks,)](
                 logits, target, w, w if upstream is None else upstream, stats, out, logits.stride(0),
                 target.stride(0), 0 if upstream is None else upstream.stride(0), out.stride(0), N, V, first, blocks,
-                **_constants(logits, target, o, vocab_size), UPSTREAM=upstream is not None, BLOCK=block, num_warps=4)
+                **_constants(logits, o, vocab_size), UPSTREAM=upstream is not None, BLOCK=block, num_warps=4)
     return out
 
 
 def _scaled(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
     n, block = grad.numel(), 8192
-    acc = tl.float64 if grad.dtype == torch.float64 else tl.float32
     if n:
         with torch.cuda.device_of(grad):
-            programs = min(triton.cdiv(n, block), 4096)
-            _scale_kernel[(programs,)](grad, out, upstream, n, IN_PLACE=out is grad, ACC=acc, BLOCK=block,
-                                       num_warps=8)
+            _scale_kernel[(min(triton.cdiv(n, block), 2048),)](
+                grad, out, upstream, n, IN_PLACE=out is grad, BLOCK=block, num_warps=8,
+                ACC=tl.float64 if grad.dtype == torch.float64 else tl.float32)
     return out
 
 
-# ------------------------------------------------------------------------------------- custom ops
-# A namespace of this module's own: with a fixed one, a second copy of this file in the process would
-# register its kernels over the first one's.
-NAMESPACE = "masked_ce_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in __name__)
-_OPTIONS = ("str target_format, str divergence, float label_smoothing, float z_loss, float softcap, "
-            "float teacher_softcap, float temperature, str vocab_group, str skip, SymInt chunk_size, "
-            "SymInt max_kept, bool per_token, bool need_hidden, bool need_weight, bool need_bias, "
-            "ScalarType dtype, bool retain_graph")
-_LINEAR = ("Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? teacher_weight, "
-           "Tensor? teacher_bias, Tensor w")
-
-
+# --------------------------------------------------------------------------- front door, custom ops
 class TritonCrossEntropy(reference.MaskedCrossEntropy):
-    """The reference's front door over the kernels above, each step that autograd sees a custom op."""
+    """The reference's front door over the kernels above; under torch.compile over the custom ops below."""
+
+    # float16 would round w * (softmax - target) before the upstream gradient, a loss scale, can lift it.
+    fused = (torch.bfloat16, torch.float32, torch.float64)
 
     def __init__(self):
-        self.row_gradient_op = self._op(
-            "row_gradient", f"(Tensor logits, Tensor target, Tensor w, Tensor upstream, Tensor stats, {_OPTIONS})"
-            " -> Tensor",
-            lambda logits, target, w, upstream, stats, *o: _launch_gradient(
-                logits, target, w, upstream, stats, reference.Options(*o)),
-            lambda logits, *_: logits.new_empty(logits.shape))
-        self.row_loss = self._op(
-            "row_loss", f"(Tensor logits, Tensor target, Tensor w, {_OPTIONS}) -> (Tensor, Tensor)",
-            lambda logits, target, w, *o: self.row_statistics(logits, target, w, reference.Options(*o)),
-            lambda logits, target, w, *_: (w.new_empty(w.shape), w.new_empty(5, len(w))),
-            reference.row_setup, reference.row_backward)
-        self.linear_gradients_op = self._op(
-            "linear_gradients", f"(Tensor upstream, {_LINEAR}, Tensor stats, Tensor count, {_OPTIONS})"
-            " -> (Tensor, Tensor, Tensor)",
-            lambda *args: reference.linear_gradients(self, *args),
-            lambda upstream, *args: _fake_gradients(args[:7], reference.Options(*args[9:])))
-        self.linear_loss = self._op(
-            "linear_loss", f"({_LINEAR}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-            lambda *args: reference.linear_forward(self, *args), _fake_linear,
-            reference.linear_setup, TritonCrossEntropy.linear_backward)
+        super().__init__()
+        self.row_loss = self._eager_or_op(self.row_loss, lambda: row_loss_op)
+        self.linear_loss = self._eager_or_op(self.linear_loss, lambda: linear_loss_op)
 
-    def _op(self, name, schema, run, fake, setup=None, backward=None):
-        def on_device(*args):
-            device = next(x for x in args if isinstance(x, Tensor)).device
-            if device.type == "cpu" and not INTERPRETED:
+    @staticmethod
+    def _eager_or_op(eager, op):
+        def run(*args):
+            if args[0].device.type == "cpu" and not INTERPRETED:
                 raise RuntimeError("masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, "
-                                   "or set TRITON_INTERPRET=1 before triton is imported")
-            return run(*args)
-
-        op = torch.library.custom_op(f"{NAMESPACE}::{name}", on_device, mutates_args=(), schema=schema)
-        op.register_fake(fake)
-        if backward is not None:
-            op.register_autograd(reference.first_order(lambda *args: backward(self, *args)), setup_context=setup)
-        return op
+                                   "or set TRITON_INTERPRET=1 before anything imports triton")
+            return op()(*args[:-1], *args[-1]) if torch.compiler.is_compiling() else eager(*args)
+        return run
 
     def row_statistics(self, logits, target, w, o):
         if o.vocab_group:
             return reference.row_statistics(
-                logits, target, w, o, lambda *args: _launch_statistics(*args, partial=True)[1])
-        return _launch_statistics(logits, target, w, o)
+                logits, target, w, o, lambda *args: _launch_statistics(*args[:3], None, o, partial=True)[1])
+        return _launch_statistics(logits, target, w, None, o)[:2]
 
     def row_gradient(self, logits, target, w, upstream, stats, o, out=None):
         return _launch_gradient(logits, target, w, upstream, stats, o, out)
 
+    def row_pass(self, logits, target, w, c, o, out=None):
+        if o.vocab_group:
+            return super().row_pass(logits, target, w, c, o, out)
+        return _launch_statistics(logits, target, w, c, o, out)
+
     def scaled(self, ctx, grad, upstream, dtype):
         """In place where nobody else holds the gradient: an upstream of 1 then costs nothing."""
-        if upstream is None or type(grad) is not Tensor:  # a tracer's tensor: inductor writes this kernel
-            return super().scaled(ctx, grad, upstream, dtype)
+        if upstream is None:
+            return grad.to(dtype)
         if grad.dtype != dtype or ctx.options.retain_graph:
             return _scaled(grad, upstream, torch.empty_like(grad, dtype=dtype))
         ctx.spent = True
         return _scaled(grad, upstream, grad)
 
-    def linear_backward(self, ctx, upstream):
-        if getattr(ctx, "spent", False):
-            raise RuntimeError("the first backward scaled the saved gradients in place and gave them away; "
-                               "a second one needs allow_retain_graph=True")
-        return reference.linear_backward(self, ctx, upstream)
+
+class _Traced(TritonCrossEntropy):
+    """What the custom ops' backward calls: custom ops, and nothing in place."""
+
+    scaled = reference.MaskedCrossEntropy.scaled
+
+    def row_gradient_op(self, *args):
+        return row_gradient_op(*args[:-1], *args[-1])
+
+    def linear_gradients_op(self, *args):
+        return linear_gradients_op(*args[:7], *args[8:], *args[7])
 
 
-def _fake_gradients(inputs, o):
-    hidden, weight, bias, *_, w = inputs
-    half = o.dtype == torch.float16
-    acc = reference._accumulator(o.dtype)
-
-    def like(x, shape, need):
-        return x.new_empty(shape if need else (0, *shape[1:]), dtype=acc if half else x.dtype)
-    return (like(hidden, hidden.shape, o.need_hidden), like(weight, weight.shape, o.need_weight),
-            like(weight, weight.shape[:1], o.need_bias))
-
-
-def _fake_linear(*args):
-    o, hidden, w = reference.Options(*args[7:]), args[0], args[6]
-    forward = o._replace(**dict.fromkeys(("need_hidden", "need_weight", "need_bias"), False)) if o.per_token else o
-    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(len(w) if o.per_token else 0, 5),
-            torch.empty(1, dtype=torch.int64), *_fake_gradients(args[:7], forward))
-
-
-_triton = TritonCrossEntropy()
+_triton, _traced = TritonCrossEntropy(), _Traced()
 masked_cross_entropy = _triton.masked_cross_entropy
 masked_cross_entropy_from_distribution = _triton.masked_cross_entropy_from_distribution
 masked_linear_cross_entropy = _triton.masked_linear_cross_entropy
 masked_linear_distillation = _triton.masked_linear_distillation
+
+# A namespace of this module's own: with a fixed one, a second copy of this file in the process would
+# register its kernels over the first one's.
+NAMESPACE = "masked_ce_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in __name__)
+OPTIONS = ("str target_format, str divergence, float label_smoothing, float z_loss, float softcap, "
+           "float teacher_softcap, float temperature, str vocab_group, str skip, SymInt chunk_size, "
+           "SymInt max_kept, bool per_token, bool need_hidden, bool need_weight, bool need_bias, "
+           "ScalarType dtype, bool retain_graph")
+ROWS = "Tensor logits, Tensor target, Tensor w"
+LINEAR = ("Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? teacher_weight, "
+          "Tensor? teacher_bias, Tensor w")
+
+
+def _op(name, arguments, results, fake, run, setup=None, backward=None):
+    """A custom op of tensors and the fields of an Options, from functions of tensors and an Options."""
+    def packed(*args):
+        tensors = len(args) - len(reference.Options._fields)
+        return *args[:tensors], reference.Options(*args[tensors:])
+
+    op = torch.library.custom_op(
+        f"{NAMESPACE}::{name}", lambda *args: run(_triton, *packed(*args)), mutates_args=(),
+        schema=f"({arguments}, {OPTIONS}) -> {results}")
+    op.register_fake(lambda *args: fake(*packed(*args)))
+    if backward is not None:
+        def setup_context(ctx, inputs, output):
+            ctx.set_materialize_grads(False)
+            *tensors, o = packed(*inputs)
+            setup(ctx, tensors, o, output)
+        inputs = arguments.count("Tensor") + len(reference.Options._fields)
+        op.register_autograd(
+            reference.first_order(lambda *args: tuple(backward(_traced, *args)), inputs), setup_context=setup_context)
+    return op
+
+
+def _fake_rows(logits, target, w, o):
+    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w)),
+            logits.new_empty(logits.shape if o.need_hidden else 0))
+
+
+def _fake_gradients(hidden, weight, o):
+    acc = reference._accumulator(o.dtype)
+
+    def like(x, need, *shape):
+        return x.new_empty(len(x) if need else 0, *shape, dtype=acc if o.dtype == torch.float16 else x.dtype)
+    return (like(hidden, o.need_hidden, hidden.shape[1]), like(weight, o.need_weight, weight.shape[1]),
+            like(weight, o.need_bias))
+
+
+def _fake_linear(hidden, weight, *args):
+    w, o = args[-2:]
+    later = o._replace(need_hidden=False, need_weight=False, need_bias=False) if o.per_token else o
+    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w) if o.per_token else 0),
+            torch.empty(1, dtype=torch.int64), *_fake_gradients(hidden, weight, later))
+
+
+row_gradient_op = _op(
+    "row_gradient", f"{ROWS}, Tensor upstream, Tensor stats", "Tensor",
+    lambda logits, *_: logits.new_empty(logits.shape), TritonCrossEntropy.row_gradient)
+row_loss_op = _op(
+    "row_loss", ROWS, "(Tensor, Tensor, Tensor)", _fake_rows,
+    reference.row_forward, reference.row_setup, reference.row_backward)
+linear_gradients_op = _op(
+    "linear_gradients", f"{LINEAR}, Tensor upstream, Tensor stats, Tensor count", "(Tensor, Tensor, Tensor)",
+    lambda hidden, weight, *args: _fake_gradients(hidden, weight, args[-1]),
+    lambda kernels, *args: kernels.linear_gradients_op(*args[:7], args[-1], *args[7:-1]))
+linear_loss_op = _op(
+    "linear_loss", LINEAR, "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_linear,
+    reference.linear_chunks, reference.linear_setup, reference.linear_backward)
