@@ -81,7 +81,7 @@ def token_weights(
     if reduction in ("mean", "sample_mean"):
         _check(a, lambda a: a >= 0, lambda i: f"token weights under {reduction!r} must not be negative, "
                                               f"got {a.reshape(-1)[i].item()} at token {i}")
-        divisor, alive = num_items, a != 0
+        divisor = num_items
         if reduction == "sample_mean":
             sums, of_token = _sample_sums(a, cu_seqlens)
             sums = _sum_over(sums, process_group)
@@ -89,11 +89,11 @@ def token_weights(
             divisor = (sums != 0).sum() if num_items is None else num_items
         elif num_items is None:
             divisor = _sum_over(a.sum(), process_group)
-        if num_items is not None:
-            alive = alive & (num_items != 0)
-        w = torch.where(alive, w / divisor, 0.0).to(w.dtype)
-        if a.dtype != torch.bool or num_items is not None:
-            w = torch.where((a < 0) | (divisor < 0), NAN, w)
+        if a.dtype == torch.bool and reduction == "mean" and num_items is None:
+            w = (w / divisor.clamp(min=1)).to(w.dtype)  # a count of 0 keeps nothing: no 0/0
+        else:
+            w = (w / divisor).to(w.dtype).masked_fill((a == 0) | (divisor == 0), 0.0)
+            w = w.masked_fill((a < 0) | (divisor < 0), NAN)
     return w if cu_seqlens is None else torch.where(_segments(cu_seqlens, a)[1], w, NAN)
 
 
@@ -172,12 +172,17 @@ class Options(NamedTuple):
     skip: str = "rows"  # or "chunks", "none"
     chunk_size: int = 0  # 0: see chunk()
     max_kept: int = -1  # -1: not given
-    per_token: bool = False  # reduction="none": backward recomputes
-    need_hidden: bool = False
+    per_token: bool = False  # reduction="none"
+    early: bool = False  # gradients are made in forward
+    need_hidden: bool = False  # or logits
     need_weight: bool = False
     need_bias: bool = False
     dtype: torch.dtype = torch.float32  # of the GEMM operands: autocast's, or the tensors' own
     retain_graph: bool = False
+
+    @property
+    def needs(self):
+        return self.need_hidden, self.need_weight, self.need_bias
 
     def shard(self, columns: int):
         """-> process group or None, the first column held here, the size of the whole vocabulary."""
@@ -249,11 +254,12 @@ def merge(parts: Tensor, o: Options) -> Tensor:  # (ranks, 5, n) -> (5, n)
     """Statistics of vocabulary shards to those of the whole: terms move to the common m and tm."""
     x, m, s, tm, ts = parts.unbind(1)
     dm, dt = m - _finite(m.amax(0)), tm - _finite(tm.amax(0))
-    scale, mass, shift = (dm, s, dm) if o.divergence == "reverse_kl" else (dt, ts, -_finite(dm))
-    shift = {"cross_entropy": shift, "forward_kl": shift + dt, "reverse_kl": shift - _finite(dt)}[o.divergence]
-    x = torch.where(scale > -INF, (x + torch.where(mass != 0, mass * shift, 0.0)) * scale.exp(), 0.0)
-    s, ts = s * dm.exp(), ts * dt.exp()
-    return torch.stack([x.sum(0), m.amax(0), s.sum(0), tm.amax(0), ts.sum(0)])
+    s_scale, t_scale = dm.exp(), dt.exp()
+    dm, dt = _finite(dm), _finite(dt) if o.divergence != "cross_entropy" else 0.0
+    scale, mass, shift = (s_scale, s, dm - dt) if o.divergence == "reverse_kl" else (t_scale, ts, dt - dm)
+    # Where the mass or its scale is 0 there is nothing to move, and inf * 0 would be NaN.
+    x = torch.where(scale != 0, (x + torch.where(mass != 0, mass * shift, 0.0)) * scale, 0.0).sum(0)
+    return torch.stack([x, m.amax(0), (s * s_scale).sum(0), tm.amax(0), (ts * t_scale).sum(0)])
 
 
 def finish(stats: Tensor, target, w, o: Options, vocab_size: int):
@@ -283,9 +289,8 @@ def row_statistics(logits, target, w, o: Options, shard=shard_statistics):
     group, _, vocab_size = o.shard(logits.shape[1])
     if group is not None:  # one more column tells the width, so that uneven shards give NaN
         mine = torch.cat([stats, stats.new_full((5, 1), logits.shape[1])], 1)
-        parts = mine.new_empty(group.size() * 5, mine.shape[1])
-        torch.distributed.all_gather_into_tensor(parts, mine, group=group)
-        parts = parts.view(-1, *mine.shape)
+        parts = mine.new_empty(group.size(), *mine.shape)
+        torch.distributed.all_gather(list(parts.unbind(0)), mine, group=group)
         even = (parts[:, :, -1] == logits.shape[1]).all()
         stats = torch.where(even, merge(parts[:, :, :-1], o), NAN)
     return finish(stats, target, w, o, vocab_size)
@@ -338,7 +343,7 @@ def linear_chunks(kernels, hidden, weight, bias, target, teacher_weight, teacher
     """
     (N, H), V, acc, forward, keep = hidden.shape, len(weight), w.dtype, stats is None, w != 0
     half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
-    need_hidden, need_weight, need_bias = (x and not (forward and o.per_token) for x in (o.need_hidden, o.need_weight, o.need_bias))
+    need_hidden, need_weight, need_bias = (need and (o.early or not forward) for need in o.needs)
     group = o.shard(V)[0]
 
     computed, n = keep, min(o.max_kept, N) if padded else N  # the rows that are computed, how many
@@ -357,10 +362,10 @@ def linear_chunks(kernels, hidden, weight, bias, target, teacher_weight, teacher
         index = torch.nonzero_static(computed, size=n, fill_value=N)[:, 0]
         rows = index.clamp(max=N - 1) if padded else index
     # More kept rows than max_kept: NaN everywhere instead of a silent drop.
-    fill = torch.where(keep.sum() > n, NAN, 0.0).to(acc) if padded else w.new_zeros(())
+    fill = torch.where(keep.sum() > n, NAN, 0.0).to(acc) if padded else None
 
     def blank(*shape, dtype):
-        return fill.to(dtype).expand(shape).clone()
+        return fill.to(dtype).expand(shape).clone() if padded else w.new_zeros(shape, dtype=dtype)
 
     def gather(x, dim=0):
         return x if rows is None else x.index_select(dim, rows)
@@ -375,16 +380,9 @@ def linear_chunks(kernels, hidden, weight, bias, target, teacher_weight, teacher
 
     c = gather(w if forward else torch.where(keep, w * upstream, 0.0))
     c = (c + fill).masked_fill(index == N, 0.0) if padded else c
-    labels, stats = None if teacher else gather(target), None if forward else gather(stats, 1)
-    flat = torch.where(c != 0, HALF_SCALE, 0.0).to(acc) if half else c  # of c, what the buffer gets
-    peak = c.abs().amax() if half and n else 1.0
-    if half or need_bias:  # of c, what hidden gets
-        share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)[:, None]
-    losses, kept = [], []
-    grad_hidden = blank(N + padded if need_hidden else 0, H, dtype=acc if half else hidden.dtype)
-    shape, dtype = (V if need_weight else 0, H), acc if half or n > size else weight.dtype
-    grad_weight = weight.new_empty(shape, dtype=dtype) if n else blank(*shape, dtype=dtype)
-    grad_bias = blank(1, V if need_bias else 0, dtype=acc)
+    losses, kept, several = [], [], n > size
+    hidden_dtype, weight_dtype = (acc, acc) if half else (hidden.dtype, acc if several else weight.dtype)
+    bias_dtype = acc if half or need_bias else weight.dtype
 
     with torch.autocast(hidden.device.type, enabled=False):
         heads = [None if x is None else x.to(o.dtype) for x in (weight, bias, teacher_weight, teacher_bias)]
@@ -394,6 +392,15 @@ def linear_chunks(kernels, hidden, weight, bias, target, teacher_weight, teacher
             void = (c[part] == 0)[:, None] if padded or o.skip != "rows" else None  # computed, not kept
             h = inputs(hidden, part, void)
             z = head(h, *heads[:2], buffers[0])
+            if start == 0:  # what follows was left until the first GEMM is on its way
+                peak = c.abs().amax() if half else None
+                flat = torch.where(c != 0, HALF_SCALE, 0.0).to(acc) if half else c  # of c, for the buffer
+                if half or need_bias:  # of c, for hidden
+                    share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)[:, None]
+                labels, stats = None if teacher else gather(target), None if forward else gather(stats, 1)
+                grad_hidden = blank(N + padded if need_hidden else 0, H, dtype=hidden_dtype)
+                grad_weight = weight.new_empty((V if need_weight else 0, H), dtype=weight_dtype)
+                grad_bias = blank(1, V if need_bias else 0, dtype=bias_dtype)
             t = head(inputs(target, part, void), *heads[2:], buffers[1]) if teacher else labels[part]
             if forward:
                 wanted = need_hidden or need_weight or need_bias
@@ -410,75 +417,83 @@ def linear_chunks(kernels, hidden, weight, bias, target, teacher_weight, teacher
                 d = d * (c[part] / HALF_SCALE)[:, None] if half else d
                 d = d if void is None else d.masked_fill_(void, 0.0)
                 if index is not None:
-                    grad_hidden.index_copy_(0, index[part], d.to(grad_hidden.dtype))
+                    grad_hidden.index_copy_(0, index[part], d.to(hidden_dtype))
                 elif not direct:
                     grad_hidden[part].copy_(d)
             if need_weight:
                 gemm(grad_weight, g.t(), h * share[part] if half else h, add=start > 0)
             if need_bias:
                 gemm(grad_bias, share[part].t(), g, add=start > 0)
+    if n == 0:
+        grad_hidden = blank(N if need_hidden else 0, H, dtype=hidden_dtype)
+        grad_weight = blank(V if need_weight else 0, H, dtype=weight_dtype)
+        grad_bias, peak = blank(1, V if need_bias else 0, dtype=bias_dtype), 1.0
     if half:
         grad_weight, grad_bias = (x * (peak / HALF_SCALE) for x in (grad_weight, grad_bias))
-    else:
+    elif several or need_bias:
         grad_weight, grad_bias = grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
-    losses, stats = (torch.cat(x, -1) if x else w.new_zeros(*y, 0) for x, y in ((losses, ()), (kept, (5,))))
+    loss = torch.cat(losses) if losses else w.new_zeros(0)
+    stats = torch.cat(kept, 1) if kept and o.per_token else w.new_empty(5, 0)
     if not o.per_token:
-        losses, stats = losses.sum() + fill if padded else losses.sum(), w.new_empty(5, 0)
+        loss = loss.sum() + fill if padded else loss.sum()
     elif index is not None and forward:
-        losses = blank(N + padded, dtype=acc).index_copy_(0, index, losses)[:N]
+        loss = blank(N + padded, dtype=acc).index_copy_(0, index, loss)[:N].clone()
         stats = w.new_zeros(5, N + padded).index_copy_(1, index, stats)[:, :N]
-    return losses, stats, torch.tensor([n]), grad_hidden[: N * need_hidden], grad_weight, grad_bias[0]
+    return loss, stats, torch.tensor([n]), grad_hidden[: N * need_hidden], grad_weight, grad_bias[0]
 
 
 # --------------------------------------------------------------------------------------- autograd
-# Plain functions of tensors and Options: the reference makes autograd Functions of them, the Triton
-# file custom ops too. They return gradients for the first inputs; the wrappers add the Nones.
-def row_forward(kernels, logits, target, w, o: Options):
-    """-> the loss, statistics, and where the options ask for it the gradient (else empty)."""
-    losses, stats, grad = kernels.row_pass(logits, target, w, w if o.need_hidden else None, o)
-    return losses if o.per_token else losses.sum(), stats, logits.new_empty(0) if grad is None else grad
+# Plain functions of seven tensors and Options: the reference makes an autograd Function of them, the
+# Triton file custom ops too. On given logits, x are the logits and weight is None.
+def loss_forward(kernels, x, weight, bias, target, teacher_weight, teacher_bias, w, o: Options):
+    """-> the loss, and what backward may need: stats, count, the three gradients; empty where unused."""
+    if weight is not None:
+        return linear_chunks(kernels, x, weight, bias, target, teacher_weight, teacher_bias, w, o)
+    losses, stats, grad = kernels.row_pass(x, target, w, w if o.early else None, o)
+    grad = x.new_empty(0, 0) if grad is None else grad
+    loss = losses if o.per_token else losses.sum()
+    return loss, stats, torch.tensor([0]), grad, x.new_empty(0, 0), w.new_empty(0)
 
 
-def row_setup(ctx, tensors, o: Options, output):
+def loss_gradients(kernels, *args):
+    """-> the three gradients again, from the seven tensors, upstream, stats, count, Options."""
+    (x, weight, _, target, _, _, w), (upstream, stats, count, o) = args[:7], args[7:]
+    if weight is not None:
+        return linear_chunks(kernels, *args[:7], o, upstream, stats, count)[3:]
+    grad = kernels.row_gradient(x, target, w, upstream.expand(len(w)), stats, o)
+    return grad, x.new_empty(0, 0), w.new_empty(0)
+
+
+def loss_setup(ctx, tensors, o: Options, output):
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.options, ctx.spent = o, False
-
-
-def row_backward(kernels, ctx, upstream):
-    logits, target, w, stats, grad = ctx.saved_tensors
-    if ctx.options.need_hidden and not ctx.spent:  # later its buffer was scaled and given away
-        ctx.spent = True
-        return (kernels.scaled(ctx, grad, upstream, grad.dtype),)
-    return (kernels.row_gradient_op(logits, target, w, upstream.expand(len(w)), stats, ctx.options),)
-
-
-def linear_setup(ctx, tensors, o: Options, output):
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*((*tensors, *output[1:3]) if o.per_token else output[3:]))
-    ctx.options, ctx.spent = o, False
+    again = tensors[1] is None or not o.early  # given logits stay with the caller anyway
+    ctx.save_for_backward(*(tensors if again else ()), *output[1:])
+    ctx.options, ctx.again, ctx.spent = o, again, False
     ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
 
 
-def linear_backward(kernels, ctx, upstream):
-    o, grads = ctx.options, ctx.saved_tensors
-    if ctx.spent:
+def loss_backward(kernels, ctx, upstream):
+    o, saved = ctx.options, ctx.saved_tensors
+    if o.early and not ctx.spent:
+        return [kernels.scaled(ctx, grad, upstream, dtype) if need else None
+                for grad, dtype, need in zip(saved[-3:], ctx.dtypes, o.needs)]
+    if not ctx.again:
         raise RuntimeError("the first backward scaled the saved gradients in place and gave them away: "
                            "a second one needs allow_retain_graph=True")
-    if o.per_token:
-        grads, upstream = kernels.linear_gradients_op(*grads[:7], o, upstream, *grads[7:]), None
-    return [kernels.scaled(ctx, grad, upstream, dtype) if need else None
-            for grad, dtype, need in zip(grads, ctx.dtypes, (o.need_hidden, o.need_weight, o.need_bias))]
+    grads = kernels.loss_gradients_op(*saved[:7], upstream, *saved[7:9], o)
+    return [grad.to(dtype) if need else None for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
 
 
 def first_order(backward, inputs: int):
-    """once_differentiable; by itself it takes a gradient whose upstream is a constant for a constant."""
+    """once_differentiable, for an upstream gradient that is a constant too; and a None for each other input."""
+    once = once_differentiable(lambda *args: tuple(backward(*args)))
+
     def run(ctx, upstream, *_):
         if upstream is None:
             return (None,) * inputs
         if torch.is_grad_enabled() and not upstream.requires_grad:
             upstream = upstream.detach().requires_grad_()
-        grads = once_differentiable(backward)(ctx, upstream)
+        grads = once(ctx, upstream)
         grads = (grads,) if isinstance(grads, Tensor) else grads
         return (*grads, *(None,) * (inputs - len(grads)))
     return run
@@ -492,7 +507,7 @@ def function(kernels, forward, setup, backward, inputs: int):
         return output
     return type(forward.__name__, (torch.autograd.Function,), dict(
         forward=staticmethod(run),
-        backward=staticmethod(first_order(lambda *args: tuple(backward(kernels, *args)), inputs)))).apply
+        backward=staticmethod(first_order(lambda *args: backward(kernels, *args), inputs)))).apply
 
 
 # -------------------------------------------------------------------------------------- front door
@@ -543,6 +558,27 @@ def _options(*, vocab_group=None, target_format="labels", divergence="cross_entr
                    vocab_group="" if vocab_group is None else vocab_group.group_name)
 
 
+def _masked_weights(x, loss_mask, labels, ignore_index, vocab_size, reduction, cu_seqlens, num_items):
+    """w (N,) for the tokens of x (..., columns): of the mask, the labels if any, the reduction."""
+    shape = x.shape[:-1]
+    if loss_mask is not None:
+        a = _countable(loss_mask)
+        if a.shape != shape or a.device != x.device:
+            raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {x.device}, "
+                             f"got {tuple(a.shape)} on {a.device}")
+        a = a if labels is None else a.masked_fill(labels == ignore_index, 0)
+    elif labels is None:
+        a = torch.ones(shape, dtype=torch.bool, device=x.device)
+    else:
+        a = labels != ignore_index
+    w = token_weights(a.double() if x.dtype == torch.float64 else a, reduction,
+                      cu_seqlens=cu_seqlens, num_items=num_items)
+    if labels is not None:
+        _check(labels, lambda y: (w == 0) | ((0 <= y) & (y < vocab_size)), lambda i: f"label "
+               f"{labels.reshape(-1)[i].item()} at token {i} is neither in [0, {vocab_size}) nor ignored")
+    return w.reshape(-1)
+
+
 class MaskedCrossEntropy:
     """The four losses over one set of row kernels; a subclass replaces the methods before them.
 
@@ -561,8 +597,7 @@ class MaskedCrossEntropy:
     fused = ()  # dtypes of given logits whose gradient row_pass makes together with the loss
 
     def __init__(self):
-        self.row_loss = function(self, row_forward, row_setup, row_backward, 4)
-        self.linear_loss = function(self, linear_chunks, linear_setup, linear_backward, 8)
+        self.loss = function(self, loss_forward, loss_setup, loss_backward, 8)
 
     def row_pass(self, logits, target, w, coefficient, o, out=None):
         """Losses, statistics, and the gradient times `coefficient` unless that is None."""
@@ -571,16 +606,12 @@ class MaskedCrossEntropy:
             return losses, stats, None
         return losses, stats, self.row_gradient(logits, target, coefficient, None, stats, o, out)
 
-    def row_gradient_op(self, *args):
-        return self.row_gradient(*args)
-
-    def linear_gradients_op(self, *args):
-        """Backward of reduction="none": the chunks once more."""
-        return linear_chunks(self, *args)[3:]
+    def loss_gradients_op(self, *args):
+        return loss_gradients(self, *args)
 
     def scaled(self, ctx, grad, upstream, dtype):
-        """A gradient made in forward, times the upstream one (None: 1)."""
-        return (grad if upstream is None else grad.to(_accumulator(grad.dtype)) * upstream).to(dtype)
+        """A gradient that was made in forward, times the upstream one."""
+        return (grad.to(_accumulator(grad.dtype)) * upstream).to(dtype)
 
     def masked_cross_entropy(
         self,
@@ -598,7 +629,8 @@ class MaskedCrossEntropy:
         """
         o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
                      label_smoothing=label_smoothing, z_loss=z_loss)
-        return self._rows(logits, target, loss_mask, reduction, cu_seqlens, num_items, ignore_index, o)
+        return self._loss(logits, None, None, target, None, None, loss_mask, reduction, cu_seqlens, num_items,
+                          ignore_index, o)
 
     def masked_cross_entropy_from_distribution(
         self,
@@ -617,7 +649,8 @@ class MaskedCrossEntropy:
         _choice("target_format", target_format, ("probabilities", "logits"))
         o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
                      target_format=target_format, divergence=divergence)
-        return self._rows(logits, target, loss_mask, reduction, cu_seqlens, num_items, None, o)
+        return self._loss(logits, None, None, target, None, None, loss_mask, reduction, cu_seqlens, num_items,
+                          None, o)
 
     def masked_linear_cross_entropy(
         self,
@@ -642,8 +675,8 @@ class MaskedCrossEntropy:
         """
         o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group, skip=skip,
                      label_smoothing=label_smoothing, z_loss=z_loss)
-        return self._linear(hidden, linear_weight, linear_bias, target, None, None, loss_mask, reduction,
-                            cu_seqlens, num_items, ignore_index, o, chunk_size, max_kept, allow_retain_graph)
+        return self._loss(hidden, linear_weight, linear_bias, target, None, None, loss_mask, reduction, cu_seqlens,
+                          num_items, ignore_index, o, chunk_size, max_kept, allow_retain_graph)
 
     def masked_linear_distillation(
         self,
@@ -666,77 +699,54 @@ class MaskedCrossEntropy:
         """
         o = _options(softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature,
                      target_format="logits", divergence=divergence)
-        return self._linear(hidden, linear_weight, linear_bias, teacher_hidden, teacher_weight, teacher_bias,
-                            loss_mask, reduction, cu_seqlens, num_items, None, o, chunk_size, max_kept,
-                            allow_retain_graph)
+        return self._loss(hidden, linear_weight, linear_bias, teacher_hidden, teacher_weight, teacher_bias,
+                          loss_mask, reduction, cu_seqlens, num_items, None, o, chunk_size, max_kept,
+                          allow_retain_graph)
 
-    def _rows(self, logits, target, loss_mask, reduction, cu_seqlens, num_items, ignore_index, o: Options):
-        _expect("logits", logits, None)
-        labels = target if o.target_format == "labels" else None
-        if labels is None:
-            _expect("target", target, logits.shape, logits.device)
-        w = self._token_weights(logits, loss_mask, reduction, cu_seqlens, num_items, labels, ignore_index,
-                                o.shard(logits.shape[-1])[2])
-        grad = logits.dtype in self.fused and logits.requires_grad and torch.is_grad_enabled()
-        o = o._replace(per_token=reduction == "none", need_hidden=grad and reduction != "none"
-                       and not torch.compiler.is_compiling())
-        target = target.reshape(-1) if labels is not None else target.detach().reshape(-1, target.shape[-1])
-        loss = self.row_loss(logits.reshape(-1, logits.shape[-1]), target, w, o)[0]
-        return loss.view(logits.shape[:-1]) if o.per_token else loss
-
-    def _linear(self, hidden, weight, bias, target, teacher_weight, teacher_bias, loss_mask, reduction,
-                cu_seqlens, num_items, ignore_index, o: Options, chunk_size, max_kept, retain_graph):
-        _expect("hidden", hidden, None)
-        tokens, device, kind = hidden.shape[:-1], hidden.device, hidden.device.type
-        autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-        dtypes = FLOATS if autocast else (hidden.dtype,)
-        _expect("linear_weight", weight, None, device, dtypes)
-        vocab, labels = weight.shape[:1], target if teacher_weight is None else None
-        _expect("linear_weight", weight, (max(len(weight), 1), hidden.shape[-1]), device, dtypes)
-        if labels is None:
-            _expect("teacher_hidden", target, None, device, dtypes)
-            _expect("teacher_hidden", target, (*tokens, target.shape[-1]))
-            _expect("teacher_weight", teacher_weight, (*vocab, target.shape[-1]), device, dtypes)
-        for name, x in (("linear_bias", bias), ("teacher_bias", teacher_bias)):
-            if x is not None:
-                _expect(name, x, vocab, device, dtypes)
-        if max_kept is not None and o.skip != "rows":
-            raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={o.skip!r}")
-        for name, x, least in (("chunk_size", chunk_size, 1), ("max_kept", max_kept, 0)):
-            if x is not None:
-                _number(name, x, lambda x: x >= least, int)
-        w = self._token_weights(hidden, loss_mask, reduction, cu_seqlens, num_items, labels, ignore_index,
-                                o.shard(len(weight))[2])
-        grad = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
+    def _loss(self, x, weight, bias, target, teacher_weight, teacher_bias, loss_mask, reduction, cu_seqlens,
+              num_items, ignore_index, o: Options, chunk_size=None, max_kept=None, retain_graph=False):
+        """Checks, weights, the op. x (..., V) are logits, or x (..., H) hidden states and weight (V, H)."""
+        linear, labels = weight is not None, o.target_format == "labels"
+        _expect("hidden" if linear else "logits", x, None)
+        shape, device, kind, dtype = x.shape[:-1], x.device, x.device.type, x.dtype
+        if linear:
+            if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+                dtype = torch.get_autocast_dtype(kind)
+            dtypes = FLOATS if dtype != x.dtype else (dtype,)
+            _expect("linear_weight", weight, None, device, dtypes)
+            vocab = max(len(weight), 1)
+            heads = [("linear_weight", weight, (vocab, x.shape[-1])), ("linear_bias", bias, (vocab,)),
+                     ("teacher_bias", teacher_bias, (vocab,))]
+            if not labels:
+                _expect("teacher_hidden", target, None, device, dtypes)
+                heads += [("teacher_hidden", target, (*shape, target.shape[-1])),
+                          ("teacher_weight", teacher_weight, (vocab, target.shape[-1]))]
+            for name, head, size in heads:
+                if head is not None:
+                    _expect(name, head, size, device, dtypes)
+            if max_kept is not None and o.skip != "rows":
+                raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={o.skip!r}")
+            for name, value, least in (("chunk_size", chunk_size, 1), ("max_kept", max_kept, 0)):
+                if value is not None:
+                    _number(name, value, lambda value: value >= least, int)
+        elif not labels:
+            _expect("target", target, x.shape, device)
+        if labels:
+            _expect("target", target, shape, device, INTS)
+        vocab_size = o.shard(len(weight) if linear else x.shape[-1])[2]
+        w = _masked_weights(x, loss_mask, target if labels else None, ignore_index, vocab_size, reduction,
+                            cu_seqlens, num_items)
+        per_token, grad = reduction == "none", torch.is_grad_enabled()
+        fused = x.dtype in self.fused and x.requires_grad and not torch.compiler.is_compiling()
+        needs = [grad and x is not None and x.requires_grad for x in (x, weight, bias)]
         o = o._replace(
-            chunk_size=chunk_size or 0, max_kept=-1 if max_kept is None else max_kept,
-            per_token=reduction == "none", need_hidden=grad[0], need_weight=grad[1], need_bias=grad[2],
-            dtype=torch.get_autocast_dtype(kind) if autocast else hidden.dtype, retain_graph=retain_graph)
-        target = target.reshape(-1) if labels is not None else target.detach().reshape(-1, target.shape[-1])
+            chunk_size=chunk_size or 0, max_kept=-1 if max_kept is None else max_kept, per_token=per_token,
+            early=not per_token and any(needs) and (linear or fused), need_hidden=needs[0],
+            need_weight=needs[1], need_bias=needs[2], dtype=dtype, retain_graph=retain_graph)
+        target = target.reshape(-1) if labels else target.detach().reshape(-1, target.shape[-1])
         teacher = [None if x is None else x.detach() for x in (teacher_weight, teacher_bias)]
-        loss = self.linear_loss(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target, *teacher, w, o)[0]
-        return loss.view(tokens) if o.per_token else loss
-
-    @staticmethod
-    def _token_weights(x, loss_mask, reduction, cu_seqlens, num_items, target, ignore_index, vocab_size):
-        """w (N,) for the tokens of x (..., columns): of the mask, the labels if any, the reduction."""
-        shape = x.shape[:-1]
-        if target is not None:
-            _expect("target", target, shape, x.device, INTS)
-        if loss_mask is None:
-            a = torch.ones(shape, dtype=torch.bool, device=x.device) if target is None else target != ignore_index
-        else:
-            a = _countable(loss_mask)
-            if a.shape != shape or a.device != x.device:
-                raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {x.device}, "
-                                 f"got {tuple(a.shape)} on {a.device}")
-            a = a if target is None else a.masked_fill(target == ignore_index, 0)
-        a = a.double() if x.dtype == torch.float64 else a
-        w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
-        if target is not None:
-            _check(target, lambda y: (w == 0) | ((0 <= y) & (y < vocab_size)), lambda i: f"label "
-                   f"{target.reshape(-1)[i].item()} at token {i} is neither in [0, {vocab_size}) nor ignored")
-        return w.reshape(-1)
+        loss = self.loss(x.reshape(-1, x.shape[-1]), weight, bias, target, *teacher, w, o)[0]
+        return loss.view(shape) if per_token else loss
 
 
 _reference = MaskedCrossEntropy()

@@ -352,14 +352,14 @@ def _launch_statistics(logits, target, w, c, o, out=None, partial=False):
     if c is not None and out is None:
         out = torch.empty((N, V), dtype=logits.dtype, device=logits.device)
     wide = V * logits.element_size() > 2**17
-    size, warps = (4096, 8) if o.target_format != "labels" or c is None else (16384, 32) if wide else (8192, 16)
+    size, warps = (4096, 8) if c is None else (16384, 32) if wide and o.target_format == "labels" else (8192, 16)
     block = min(max(triton.next_power_of_2(V), 32), 2 * size // logits.element_size())
     if N:
         with torch.cuda.device_of(logits):
             _statistics_kernel[(N,)](
                 logits, target, w, w if c is None else c.contiguous(), losses, stats, logits if out is None else out,
                 logits.stride(0), target.stride(0), 0 if out is None else out.stride(0), N, V, first, vocab_size,
-                **_constants(logits, o, vocab_size), PARTIAL=partial, GRADIENT=c is not None, BACKWARDS=wide,
+                **_constants(logits, o, vocab_size), PARTIAL=partial, GRADIENT=c is not None, BACKWARDS=wide or o.target_format != "labels",
                 BLOCK=block, VECTOR=16 // logits.element_size(), num_warps=warps)
     return losses, stats, None if c is None else out
 
@@ -398,17 +398,14 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
 
     def __init__(self):
         super().__init__()
-        self.row_loss = self._eager_or_op(self.row_loss, lambda: row_loss_op)
-        self.linear_loss = self._eager_or_op(self.linear_loss, lambda: linear_loss_op)
+        self.eager_loss = self.loss
+        self.loss = self.checked_loss
 
-    @staticmethod
-    def _eager_or_op(eager, op):
-        def run(*args):
-            if args[0].device.type == "cpu" and not INTERPRETED:
-                raise RuntimeError("masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, "
-                                   "or set TRITON_INTERPRET=1 before anything imports triton")
-            return op()(*args[:-1], *args[-1]) if torch.compiler.is_compiling() else eager(*args)
-        return run
+    def checked_loss(self, *args):
+        if args[0].device.type == "cpu" and not INTERPRETED:
+            raise RuntimeError("masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
+                               "set TRITON_INTERPRET=1 before anything imports triton")
+        return loss_op(*args[:-1], *args[-1]) if torch.compiler.is_compiling() else self.eager_loss(*args)
 
     def row_statistics(self, logits, target, w, o):
         if o.vocab_group:
@@ -426,8 +423,6 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
 
     def scaled(self, ctx, grad, upstream, dtype):
         """In place where nobody else holds the gradient: an upstream of 1 then costs nothing."""
-        if upstream is None:
-            return grad.to(dtype)
         if grad.dtype != dtype or ctx.options.retain_graph:
             return _scaled(grad, upstream, torch.empty_like(grad, dtype=dtype))
         ctx.spent = True
@@ -435,15 +430,12 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
 
 
 class _Traced(TritonCrossEntropy):
-    """What the custom ops' backward calls: custom ops, and nothing in place."""
+    """What the custom op's backward calls: a custom op, and nothing in place."""
 
     scaled = reference.MaskedCrossEntropy.scaled
 
-    def row_gradient_op(self, *args):
-        return row_gradient_op(*args[:-1], *args[-1])
-
-    def linear_gradients_op(self, *args):
-        return linear_gradients_op(*args[:7], *args[8:], *args[7])
+    def loss_gradients_op(self, *args):
+        return loss_gradients_op(*args[:-1], *args[-1])
 
 
 _triton, _traced = TritonCrossEntropy(), _Traced()
@@ -457,65 +449,49 @@ masked_linear_distillation = _triton.masked_linear_distillation
 NAMESPACE = "masked_ce_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in __name__)
 OPTIONS = ("str target_format, str divergence, float label_smoothing, float z_loss, float softcap, "
            "float teacher_softcap, float temperature, str vocab_group, str skip, SymInt chunk_size, "
-           "SymInt max_kept, bool per_token, bool need_hidden, bool need_weight, bool need_bias, "
+           "SymInt max_kept, bool per_token, bool early, bool need_hidden, bool need_weight, bool need_bias, "
            "ScalarType dtype, bool retain_graph")
-ROWS = "Tensor logits, Tensor target, Tensor w"
-LINEAR = ("Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? teacher_weight, "
-          "Tensor? teacher_bias, Tensor w")
+TENSORS = "Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? teacher_weight, Tensor? teacher_bias, Tensor w"
 
 
-def _op(name, arguments, results, fake, run, setup=None, backward=None):
-    """A custom op of tensors and the fields of an Options, from functions of tensors and an Options."""
-    def packed(*args):
-        tensors = len(args) - len(reference.Options._fields)
-        return *args[:tensors], reference.Options(*args[tensors:])
-
-    op = torch.library.custom_op(
-        f"{NAMESPACE}::{name}", lambda *args: run(_triton, *packed(*args)), mutates_args=(),
-        schema=f"({arguments}, {OPTIONS}) -> {results}")
-    op.register_fake(lambda *args: fake(*packed(*args)))
-    if backward is not None:
-        def setup_context(ctx, inputs, output):
-            ctx.set_materialize_grads(False)
-            *tensors, o = packed(*inputs)
-            setup(ctx, tensors, o, output)
-        inputs = arguments.count("Tensor") + len(reference.Options._fields)
-        op.register_autograd(
-            reference.first_order(lambda *args: tuple(backward(_traced, *args)), inputs), setup_context=setup_context)
-    return op
+def _packed(args):
+    """The tensors and one Options, of the tensors and an Options' fields."""
+    tensors = len(args) - len(reference.Options._fields)
+    return *args[:tensors], reference.Options(*args[tensors:])
 
 
-def _fake_rows(logits, target, w, o):
-    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w)),
-            logits.new_empty(logits.shape if o.need_hidden else 0))
+def _fake_gradients(x, weight, *args):
+    o, w = args[-1], args[4]
+    dtype = reference._accumulator(o.dtype) if weight is not None and o.dtype == torch.float16 else None
+    if weight is None:
+        return x.new_empty(x.shape if o.need_hidden else (0, 0)), x.new_empty(0, 0), w.new_empty(0)
+    return (x.new_empty(len(x) if o.need_hidden else 0, x.shape[1], dtype=dtype),
+            weight.new_empty(len(weight) if o.need_weight else 0, x.shape[1], dtype=dtype),
+            weight.new_empty(len(weight) if o.need_bias else 0, dtype=dtype))
 
 
-def _fake_gradients(hidden, weight, o):
-    acc = reference._accumulator(o.dtype)
-
-    def like(x, need, *shape):
-        return x.new_empty(len(x) if need else 0, *shape, dtype=acc if o.dtype == torch.float16 else x.dtype)
-    return (like(hidden, o.need_hidden, hidden.shape[1]), like(weight, o.need_weight, weight.shape[1]),
-            like(weight, o.need_bias))
-
-
-def _fake_linear(hidden, weight, *args):
-    w, o = args[-2:]
-    later = o._replace(need_hidden=False, need_weight=False, need_bias=False) if o.per_token else o
-    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w) if o.per_token else 0),
-            torch.empty(1, dtype=torch.int64), *_fake_gradients(hidden, weight, later))
+def _fake_loss(x, weight, *args):
+    o, w = args[-1], args[4]
+    forward = o if o.early else o._replace(need_hidden=False, need_weight=False, need_bias=False)
+    stats = len(w) if weight is None or o.per_token else 0
+    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, stats), torch.empty(1, dtype=torch.int64),
+            *_fake_gradients(x, weight, *args[:-1], forward))
 
 
-row_gradient_op = _op(
-    "row_gradient", f"{ROWS}, Tensor upstream, Tensor stats", "Tensor",
-    lambda logits, *_: logits.new_empty(logits.shape), TritonCrossEntropy.row_gradient)
-row_loss_op = _op(
-    "row_loss", ROWS, "(Tensor, Tensor, Tensor)", _fake_rows,
-    reference.row_forward, reference.row_setup, reference.row_backward)
-linear_gradients_op = _op(
-    "linear_gradients", f"{LINEAR}, Tensor upstream, Tensor stats, Tensor count", "(Tensor, Tensor, Tensor)",
-    lambda hidden, weight, *args: _fake_gradients(hidden, weight, args[-1]),
-    lambda kernels, *args: kernels.linear_gradients_op(*args[:7], args[-1], *args[7:-1]))
-linear_loss_op = _op(
-    "linear_loss", LINEAR, "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_linear,
-    reference.linear_chunks, reference.linear_setup, reference.linear_backward)
+def _setup(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    *tensors, o = _packed(inputs)
+    reference.loss_setup(ctx, tensors, o, output)
+
+
+loss_op = torch.library.custom_op(
+    f"{NAMESPACE}::loss", lambda *args: reference.loss_forward(_triton, *_packed(args)), mutates_args=(),
+    schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+loss_op.register_fake(lambda *args: _fake_loss(*_packed(args)))
+loss_op.register_autograd(
+    reference.first_order(lambda *args: reference.loss_backward(_traced, *args), 7 + len(reference.Options._fields)),
+    setup_context=_setup)
+loss_gradients_op = torch.library.custom_op(
+    f"{NAMESPACE}::loss_gradients", lambda *args: reference.loss_gradients(_triton, *_packed(args)), mutates_args=(),
+    schema=f"({TENSORS}, Tensor upstream, Tensor stats, Tensor count, {OPTIONS}) -> (Tensor, Tensor, Tensor)")
+loss_gradients_op.register_fake(lambda *args: _fake_gradients(*_packed(args)))
