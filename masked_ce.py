@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTS = (torch.int32, torch.int64)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -39,9 +41,10 @@ def shift_labels(
     [6, 7, -100, 9, -100]
     """
     is_mask = labels.is_floating_point() or labels.dtype == torch.bool
-    bounds = None if is_mask else torch.iinfo(labels.dtype)
-    if not labels.dim() or not (ignore_index == 0 if is_mask else bounds.min <= ignore_index <= bounds.max):
-        raise ValueError(f"labels of shape {tuple(labels.shape)} and {labels.dtype} do not shift with "
+    low = 0 if is_mask else torch.iinfo(labels.dtype).min
+    high = 0 if is_mask else torch.iinfo(labels.dtype).max
+    if labels.dim() == 0 or not low <= ignore_index <= high:
+        raise ValueError(f"labels {tuple(labels.shape)} of {labels.dtype} do not shift with "
                          f"ignore_index={ignore_index}; a mask takes 0")
     flat = labels if cu_seqlens is None else labels.reshape(-1)
     shifted = torch.cat([flat[..., 1:], torch.full_like(flat[..., :1], ignore_index)], -1)
@@ -49,7 +52,7 @@ def shift_labels(
         segment, valid = _segments(cu_seqlens, flat)
         shifted[:-1].masked_fill_(segment[1:] != segment[:-1], ignore_index)
         if not is_mask:  # no finite loss from bad segments: a label out of every range
-            shifted.masked_fill_(~valid, bounds.min)
+            shifted.masked_fill_(~valid, low)
     return shifted.view(labels.shape)
 
 
@@ -67,28 +70,26 @@ def token_weights(
     [[0.25, 0.25], [0.5, 0.0]]
     """
     _choice("reduction", reduction, ("mean", "sum", "none", "sample_mean"))
-    a = _countable(keep)
+    a, divisor = _countable(keep), num_items
     w = a.to(_accumulator(a.dtype))
     if num_items is not None:
         if reduction in ("sum", "none"):
-            raise ValueError(f"num_items={num_items} replaces a mean's divisor, {reduction!r} has none")
+            raise ValueError(f"num_items={num_items} replaces the divisor, {reduction!r} has none")
         if not isinstance(num_items, Tensor):
             _number("num_items", num_items, lambda n: 0 <= n < INF)
-            num_items = w.new_full((), num_items)  # a fill on the device, where tensor() would copy
-        if num_items.dim() or num_items.requires_grad or num_items.dtype == torch.bool:
+            divisor = w.new_full((), num_items)  # a fill on the device, where tensor() would copy
+        if divisor.dim() or divisor.requires_grad or divisor.dtype == torch.bool:
             raise ValueError(f"num_items must be a 0-dim number without grad, got {num_items!r}")
-        _check(num_items, lambda n: n >= 0, lambda _: f"num_items must not be negative, got {num_items}")
+        _check(divisor, lambda n: n >= 0, lambda _: f"num_items={num_items} must not be negative")
     if reduction in ("mean", "sample_mean"):
-        _check(a, lambda a: a >= 0, lambda i: f"token weights under {reduction!r} must not be negative, "
-                                              f"got {a.reshape(-1)[i].item()} at token {i}")
-        divisor = num_items
+        _check(a, lambda a: a >= 0, lambda i: f"token weights under {reduction!r} must not be "
+                                              f"negative, got {a.reshape(-1)[i].item()} at token {i}")
         if reduction == "sample_mean":
             sums, of_token = _sample_sums(a, cu_seqlens)
             sums = _sum_over(sums, process_group)
-            w = (w / of_token(sums)).to(w.dtype)
-            divisor = (sums != 0).sum() if num_items is None else num_items
-        elif num_items is None:
-            divisor = _sum_over(a.sum(), process_group)
+            w, samples = (w / of_token(sums)).to(w.dtype), (sums != 0).sum()
+        if num_items is None:
+            divisor = samples if reduction == "sample_mean" else _sum_over(a.sum(), process_group)
         if a.dtype == torch.bool and reduction == "mean" and num_items is None:
             w = (w / divisor.clamp(min=1)).to(w.dtype)  # a count of 0 keeps nothing: no 0/0
         else:
@@ -511,16 +512,12 @@ def function(kernels, forward, setup, backward, inputs: int):
 
 
 # -------------------------------------------------------------------------------------- front door
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTS = (torch.int32, torch.int64)
-
-
 def _expect(name, x, shape, device=None, dtypes=FLOATS) -> None:
     """TypeError or ValueError unless x is such a tensor. shape None: any that ends in columns."""
     if not isinstance(x, Tensor) or x.dtype not in dtypes:
         raise TypeError(f"{name} must be a tensor of {dtypes}, got {getattr(x, 'dtype', type(x))}")
     if not x.shape[-1:].numel() if shape is None else tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name} must have shape {tuple(shape or ('...', 'columns'))}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must be {tuple(shape or ('...', 'columns'))}, got {tuple(x.shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}")
 
@@ -546,50 +543,17 @@ def _check(x: Tensor, valid, message) -> None:
             raise ValueError(message(int((~ok).flatten().nonzero()[0])))
 
 
-def _options(*, vocab_group=None, target_format="labels", divergence="cross_entropy", skip="rows", **numbers):
-    _choice("target_format", target_format, ("labels", "probabilities", "logits"))
-    _choice("divergence", divergence, ("cross_entropy", "forward_kl", "reverse_kl"))
-    _choice("skip", skip, ("rows", "chunks", "none"))
-    top = dict(label_smoothing=1, z_loss=1e30, softcap=INF, teacher_softcap=INF, temperature=INF)
-    for name, x in numbers.items():
-        if x is not None or name == "temperature":
-            _number(name, x, lambda x: 0 < x < INF if top[name] == INF else 0 <= x <= top[name])
-    return Options(target_format, divergence, skip=skip, **{k: float(x or 0) for k, x in numbers.items()},
-                   vocab_group="" if vocab_group is None else vocab_group.group_name)
-
-
-def _masked_weights(x, loss_mask, labels, ignore_index, vocab_size, reduction, cu_seqlens, num_items):
-    """w (N,) for the tokens of x (..., columns): of the mask, the labels if any, the reduction."""
-    shape = x.shape[:-1]
-    if loss_mask is not None:
-        a = _countable(loss_mask)
-        if a.shape != shape or a.device != x.device:
-            raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {x.device}, "
-                             f"got {tuple(a.shape)} on {a.device}")
-        a = a if labels is None else a.masked_fill(labels == ignore_index, 0)
-    elif labels is None:
-        a = torch.ones(shape, dtype=torch.bool, device=x.device)
-    else:
-        a = labels != ignore_index
-    w = token_weights(a.double() if x.dtype == torch.float64 else a, reduction,
-                      cu_seqlens=cu_seqlens, num_items=num_items)
-    if labels is not None:
-        _check(labels, lambda y: (w == 0) | ((0 <= y) & (y < vocab_size)), lambda i: f"label "
-               f"{labels.reshape(-1)[i].item()} at token {i} is neither in [0, {vocab_size}) nor ignored")
-    return w.reshape(-1)
-
-
 class MaskedCrossEntropy:
     """The four losses over one set of row kernels; a subclass replaces the methods before them.
 
-    What they share (softcap and temperature apply in this order; math is in float32, or float64):
-      loss_mask    (...) token weights a, bool or any number type, in exactly the shape of the tokens
-      reduction    "mean" over kept tokens, "sum", "none" (a_i * l_i, (...)), "sample_mean": the mean of
-                   the samples' means; a sample is an index of dimension 0 or a segment of cu_seqlens
-      num_items    the divisor over everything that is added up (see token_weights)
-      vocab_group  ranks that each hold V / ranks columns (rows of linear_weight), in rank order
-    TypeError or ValueError, with what was wrong, for bad types, shapes, devices and options; for bad
-    values (labels, weights, cu_seqlens) on CPU, where an accelerator or torch.compile gives NaN.
+    loss_mask    (...) token weights a, bool or any number type, in exactly the shape of the tokens
+    reduction    "mean" over kept tokens, "sum", "none" (a_i * l_i, (...)), "sample_mean": the mean of
+                 the samples' means; a sample is an index of dimension 0 or a segment of cu_seqlens
+    num_items    the divisor over everything that is added up (see token_weights)
+    softcap      z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118), then / temperature
+    vocab_group  ranks that each hold V / ranks columns (rows of linear_weight), in rank order
+    All: math in float32 (float64 for it), TypeError or ValueError for bad types, shapes, devices and
+    options; for bad values (labels, weights, cu_seqlens) on CPU, where elsewhere they give NaN.
     """
 
     row_statistics = staticmethod(row_statistics)
@@ -621,16 +585,16 @@ class MaskedCrossEntropy:
         *, ignore_index=-100, reduction="mean", cu_seqlens=None, num_items=None, label_smoothing=0.0,
         z_loss=0.0, softcap=None, temperature=1.0, vocab_group=None,
     ) -> Tensor:
-        """l = lse - z_y. ignore_index masks too; label_smoothing as in F.cross_entropy; z_loss adds
-        z_loss * lse^2 (PaLM, arXiv 2204.02311); softcap is Gemma 2's (arXiv 2408.00118).
+        """l = lse - z_y. ignore_index masks too; label_smoothing is F.cross_entropy's; z_loss adds
+        z_loss * lse^2 (PaLM, arXiv 2204.02311).
 
-        >>> masked_cross_entropy(torch.tensor([[0.0, 0.0], [9.0, 9.0]]), torch.tensor([1, -100])).item()
+        >>> masked_cross_entropy(torch.zeros(2, 2), torch.tensor([1, -100])).item()
         0.6931471824645996
         """
-        o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
-                     label_smoothing=label_smoothing, z_loss=z_loss)
-        return self._loss(logits, None, None, target, None, None, loss_mask, reduction, cu_seqlens, num_items,
-                          ignore_index, o)
+        return self._loss(
+            logits, target, loss_mask, ignore_index=ignore_index, reduction=reduction,
+            cu_seqlens=cu_seqlens, num_items=num_items, label_smoothing=label_smoothing, z_loss=z_loss,
+            softcap=softcap, temperature=temperature, vocab_group=vocab_group)
 
     def masked_cross_entropy_from_distribution(
         self,
@@ -640,17 +604,18 @@ class MaskedCrossEntropy:
         *, target_format="probabilities", divergence="cross_entropy", reduction="mean", cu_seqlens=None,
         num_items=None, softcap=None, temperature=1.0, vocab_group=None,
     ) -> Tensor:
-        """-sum q log p, "forward_kl" sum q log(q/p) or "reverse_kl" sum p log(p/q), without the T^2 of
-        arXiv 1503.02531. q = target, whose rows need not sum to 1, or softmax(target / temperature).
+        """-sum q log p, "forward_kl" sum q log(q/p), "reverse_kl" sum p log(p/q); no T^2 (Hinton,
+        arXiv 1503.02531). q = target, which need not sum to 1, or softmax(target / temperature).
 
-        >>> masked_cross_entropy_from_distribution(torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])).item()
+        >>> t = torch.tensor([[0.5, 0.25]])
+        >>> masked_cross_entropy_from_distribution(torch.zeros(1, 2), t).item()
         0.5198603868484497
         """
         _choice("target_format", target_format, ("probabilities", "logits"))
-        o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group,
-                     target_format=target_format, divergence=divergence)
-        return self._loss(logits, None, None, target, None, None, loss_mask, reduction, cu_seqlens, num_items,
-                          None, o)
+        return self._loss(
+            logits, target, loss_mask, target_format=target_format, divergence=divergence,
+            reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items, softcap=softcap,
+            temperature=temperature, vocab_group=vocab_group)
 
     def masked_linear_cross_entropy(
         self,
@@ -666,17 +631,20 @@ class MaskedCrossEntropy:
         """masked_cross_entropy(F.linear(hidden, linear_weight, linear_bias), ...) without the (N, V).
 
         skip="rows" gathers the kept rows (one host sync, for their count); "chunks" leaves out chunks
-        that keep nothing (one sync); "none" computes every row. max_kept: a bound on the kept rows that
-        the caller knows, no sync; more than that give NaN. allow_retain_graph: a second backward
+        that keep nothing (one sync); "none" computes every row. max_kept: a bound on the kept rows
+        that the caller knows, no sync; more than that give NaN. allow_retain_graph: a second backward
         through the same graph is right (else it may be an error).
 
-        >>> masked_linear_cross_entropy(torch.ones(1, 2), torch.zeros(2, 2), torch.tensor([1])).item()
+        >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
+        >>> masked_linear_cross_entropy(h, w, torch.tensor([1])).item()
         0.6931471824645996
         """
-        o = _options(softcap=softcap, temperature=temperature, vocab_group=vocab_group, skip=skip,
-                     label_smoothing=label_smoothing, z_loss=z_loss)
-        return self._loss(hidden, linear_weight, linear_bias, target, None, None, loss_mask, reduction, cu_seqlens,
-                          num_items, ignore_index, o, chunk_size, max_kept, allow_retain_graph)
+        return self._loss(
+            hidden, target, loss_mask, weight=linear_weight, bias=linear_bias, ignore_index=ignore_index,
+            reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items, z_loss=z_loss,
+            label_smoothing=label_smoothing, softcap=softcap, temperature=temperature,
+            vocab_group=vocab_group, chunk_size=chunk_size, skip=skip, max_kept=max_kept,
+            retain_graph=allow_retain_graph)
 
     def masked_linear_distillation(
         self,
@@ -687,7 +655,8 @@ class MaskedCrossEntropy:
         loss_mask: Optional[Tensor] = None,  # (...)
         *, linear_bias: Optional[Tensor] = None, teacher_bias: Optional[Tensor] = None,  # (V,)
         divergence="cross_entropy", reduction="mean", cu_seqlens=None, num_items=None, softcap=None,
-        teacher_softcap=None, temperature=1.0, chunk_size=None, max_kept=None, allow_retain_graph=False,
+        teacher_softcap=None, temperature=1.0, chunk_size=None, max_kept=None,
+        allow_retain_graph=False,
     ) -> Tensor:
         """masked_cross_entropy_from_distribution on both heads' logits, one chunk of each at a time.
 
@@ -697,26 +666,48 @@ class MaskedCrossEntropy:
         >>> masked_linear_distillation(h, w, h, w, divergence="forward_kl").item()
         0.0
         """
-        o = _options(softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature,
-                     target_format="logits", divergence=divergence)
-        return self._loss(hidden, linear_weight, linear_bias, teacher_hidden, teacher_weight, teacher_bias,
-                          loss_mask, reduction, cu_seqlens, num_items, None, o, chunk_size, max_kept,
-                          allow_retain_graph)
+        return self._loss(
+            hidden, teacher_hidden, loss_mask, weight=linear_weight, bias=linear_bias,
+            teacher_weight=teacher_weight, teacher_bias=teacher_bias, target_format="logits",
+            divergence=divergence, reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items,
+            softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature,
+            chunk_size=chunk_size, max_kept=max_kept, retain_graph=allow_retain_graph)
 
-    def _loss(self, x, weight, bias, target, teacher_weight, teacher_bias, loss_mask, reduction, cu_seqlens,
-              num_items, ignore_index, o: Options, chunk_size=None, max_kept=None, retain_graph=False):
-        """Checks, weights, the op. x (..., V) are logits, or x (..., H) hidden states and weight (V, H)."""
-        linear, labels = weight is not None, o.target_format == "labels"
+    def _loss(
+        self, x, target, loss_mask, *, reduction, cu_seqlens, num_items, softcap, temperature,
+        ignore_index=-100, label_smoothing=0.0, z_loss=0.0, vocab_group=None, target_format="labels",
+        divergence="cross_entropy", weight=None, bias=None, teacher_weight=None, teacher_bias=None,
+        teacher_softcap=None, chunk_size=None, skip="rows", max_kept=None, retain_graph=False,
+    ):
+        """Checks, weights, the op. x are logits (..., V), or with a weight hidden states (..., H)."""
+        linear, labels = weight is not None, target_format == "labels"
         _expect("hidden" if linear else "logits", x, None)
-        shape, device, kind, dtype = x.shape[:-1], x.device, x.device.type, x.dtype
+        shape, dtype, device, kind = x.shape[:-1], x.dtype, x.device, x.device.type
+        _choice("divergence", divergence, ("cross_entropy", "forward_kl", "reverse_kl"))
+        _choice("skip", skip, ("rows", "chunks", "none"))
+        if max_kept is not None and skip != "rows":
+            raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={skip!r}")
+        _number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1)
+        _number("z_loss", z_loss, lambda x: 0 <= x < INF)
+        _number("temperature", temperature, lambda x: 0 < x < INF)
+        for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
+            if cap is not None:
+                _number(name, cap, lambda x: 0 < x < INF)
+        for name, rows, least in (("chunk_size", chunk_size, 1), ("max_kept", max_kept, 0)):
+            if rows is not None:
+                _number(name, rows, lambda x: x >= least, int)
+        if labels:
+            _expect("target", target, shape, device, INTS)
+        elif not linear:
+            _expect("target", target, x.shape, device)
         if linear:
             if torch.is_autocast_enabled(kind) and dtype != torch.float64:
                 dtype = torch.get_autocast_dtype(kind)
-            dtypes = FLOATS if dtype != x.dtype else (dtype,)
+            dtypes = FLOATS if torch.is_autocast_enabled(kind) else (dtype,)
             _expect("linear_weight", weight, None, device, dtypes)
             vocab = max(len(weight), 1)
-            heads = [("linear_weight", weight, (vocab, x.shape[-1])), ("linear_bias", bias, (vocab,)),
-                     ("teacher_bias", teacher_bias, (vocab,))]
+            heads = [("linear_weight", weight, (vocab, x.shape[-1])),
+                     ("linear_bias", bias, (vocab,)), ("teacher_bias", teacher_bias, (vocab,))]
             if not labels:
                 _expect("teacher_hidden", target, None, device, dtypes)
                 heads += [("teacher_hidden", target, (*shape, target.shape[-1])),
@@ -724,29 +715,32 @@ class MaskedCrossEntropy:
             for name, head, size in heads:
                 if head is not None:
                     _expect(name, head, size, device, dtypes)
-            if max_kept is not None and o.skip != "rows":
-                raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={o.skip!r}")
-            for name, value, least in (("chunk_size", chunk_size, 1), ("max_kept", max_kept, 0)):
-                if value is not None:
-                    _number(name, value, lambda value: value >= least, int)
-        elif not labels:
-            _expect("target", target, x.shape, device)
-        if labels:
-            _expect("target", target, shape, device, INTS)
-        vocab_size = o.shard(len(weight) if linear else x.shape[-1])[2]
-        w = _masked_weights(x, loss_mask, target if labels else None, ignore_index, vocab_size, reduction,
-                            cu_seqlens, num_items)
-        per_token, grad = reduction == "none", torch.is_grad_enabled()
-        fused = x.dtype in self.fused and x.requires_grad and not torch.compiler.is_compiling()
-        needs = [grad and x is not None and x.requires_grad for x in (x, weight, bias)]
-        o = o._replace(
-            chunk_size=chunk_size or 0, max_kept=-1 if max_kept is None else max_kept, per_token=per_token,
-            early=not per_token and any(needs) and (linear or fused), need_hidden=needs[0],
+
+        a = torch.ones(shape, dtype=torch.bool, device=device) if loss_mask is None and not labels \
+            else target != ignore_index if loss_mask is None else _countable(loss_mask)
+        if a.shape != shape or a.device != device:
+            raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {device}, "
+                             f"got {tuple(a.shape)} on {a.device}")
+        a = a.masked_fill(target == ignore_index, 0) if labels and loss_mask is not None else a
+        a = a.double() if x.dtype == torch.float64 else a
+        w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
+        group = "" if vocab_group is None else vocab_group.group_name
+        needs = [torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)]
+        fused = x.dtype in self.fused and not torch.compiler.is_compiling()
+        o = Options(
+            target_format, divergence, float(label_smoothing), float(z_loss), float(softcap or 0),
+            float(teacher_softcap or 0), float(temperature), group, skip, chunk_size or 0,
+            -1 if max_kept is None else max_kept, per_token=reduction == "none",
+            early=reduction != "none" and any(needs) and (linear or fused), need_hidden=needs[0],
             need_weight=needs[1], need_bias=needs[2], dtype=dtype, retain_graph=retain_graph)
+        if labels:
+            vocab_size = o.shard(len(weight) if linear else x.shape[-1])[2]
+            _check(target, lambda y: (w == 0) | ((0 <= y) & (y < vocab_size)), lambda i: f"label "
+                   f"{target.reshape(-1)[i].item()} at token {i}, not in [0, {vocab_size}) or ignored")
         target = target.reshape(-1) if labels else target.detach().reshape(-1, target.shape[-1])
-        teacher = [None if x is None else x.detach() for x in (teacher_weight, teacher_bias)]
-        loss = self.loss(x.reshape(-1, x.shape[-1]), weight, bias, target, *teacher, w, o)[0]
-        return loss.view(shape) if per_token else loss
+        teacher = [None if y is None else y.detach() for y in (teacher_weight, teacher_bias)]
+        loss = self.loss(x.reshape(-1, x.shape[-1]), weight, bias, target, *teacher, w.reshape(-1), o)[0]
+        return loss.view(shape) if reduction == "none" else loss
 
 
 _reference = MaskedCrossEntropy()
