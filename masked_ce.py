@@ -91,7 +91,7 @@ def token_weights(
         if num_items is None:
             divisor = samples if reduction == "sample_mean" else _sum_over(a.sum(), process_group)
         if a.dtype == torch.bool and reduction == "mean" and num_items is None:
-            w = (w / divisor.clamp(min=1)).to(w.dtype)  # a count of 0 keeps nothing: no 0/0
+            w = w / divisor.clamp(min=1)  # a count of 0 keeps nothing: no 0/0
         else:
             w = (w / divisor).to(w.dtype).masked_fill((a == 0) | (divisor == 0), 0.0)
             w = w.masked_fill((a < 0) | (divisor < 0), NAN)
@@ -689,13 +689,13 @@ class MaskedCrossEntropy:
             raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={skip!r}")
         _number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1)
         _number("z_loss", z_loss, lambda x: 0 <= x < INF)
+        for name, x_ in dict(softcap=softcap, teacher_softcap=teacher_softcap).items():
+            if x_ is not None:
+                _number(name, x_, lambda x: 0 < x < INF)
         _number("temperature", temperature, lambda x: 0 < x < INF)
-        for name, cap in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
-            if cap is not None:
-                _number(name, cap, lambda x: 0 < x < INF)
-        for name, rows, least in (("chunk_size", chunk_size, 1), ("max_kept", max_kept, 0)):
-            if rows is not None:
-                _number(name, rows, lambda x: x >= least, int)
+        for name, x_, least in (("chunk_size", chunk_size, 1), ("max_kept", max_kept, 0)):
+            if x_ is not None:
+                _number(name, x_, lambda x: x >= least, int)
         if labels:
             _expect("target", target, shape, device, INTS)
         elif not linear:
