@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Masked cross-entropy in plain PyTorch: the reference, and the specification of masked_ce_triton.py.
+"""Masked cross-entropy in plain PyTorch: the reference, and what masked_ce_triton.py must equal.
 
 Every masked loss is a weighted sum of per-token losses,
 
@@ -15,11 +15,12 @@ Symbols  N tokens, V vocabulary, H hidden size; a_i token weight (the mask), w_i
 Counts   "2R 1W" beside a step: it reads N*V elements twice and writes them once
 Order    weights; row statistics and gradient; the chunked linear path; autograd; the front door
 """
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
@@ -34,15 +35,15 @@ def shift_labels(
 ) -> Tensor:  # (..., T)
     """Position i gets the label of token i + 1, the last position of a sample `ignore_index`.
 
-    A loss mask shifts the same way, with ignore_index=0. With cu_seqlens a sample is a segment of the
-    flattened tokens. ValueError: no token axis; an ignore_index that the dtype cannot hold.
+    A loss mask shifts the same way, with ignore_index=0. With cu_seqlens a sample is a segment of
+    the flattened tokens. ValueError: no token axis; an ignore_index that the dtype cannot hold.
 
     >>> shift_labels(torch.tensor([5, 6, 7, 8, 9]), cu_seqlens=torch.tensor([0, 3, 5])).tolist()
     [6, 7, -100, 9, -100]
     """
     is_mask = labels.is_floating_point() or labels.dtype == torch.bool
-    low = 0 if is_mask else torch.iinfo(labels.dtype).min
-    high = 0 if is_mask else torch.iinfo(labels.dtype).max
+    integers = torch.iinfo(torch.int64 if is_mask else labels.dtype)
+    low, high = (0, 0) if is_mask else (integers.min, integers.max)
     if labels.dim() == 0 or not low <= ignore_index <= high:
         raise ValueError(f"labels {tuple(labels.shape)} of {labels.dtype} do not shift with "
                          f"ignore_index={ignore_index}; a mask takes 0")
@@ -63,8 +64,8 @@ def token_weights(
 ) -> Tensor:  # (...) float32, float64 where keep is
     """w = a / sum(a) for "mean", a / (its sample's sum of a) / samples for "sample_mean", else a.
 
-    num_items, a number or 0-dim tensor, replaces the divisor: kept tokens, or samples that keep one,
-    over everything that is added up. process_group: ranks with other tokens of the *same* samples.
+    num_items, a number or 0-dim tensor, replaces the divisor: kept tokens, or samples that keep
+    one, over all that is added up. process_group: ranks with other tokens of the *same* samples.
 
     >>> token_weights(torch.tensor([[1, 1], [1, 0]]), "sample_mean").tolist()
     [[0.25, 0.25], [0.5, 0.0]]
@@ -82,8 +83,8 @@ def token_weights(
             raise ValueError(f"num_items must be a 0-dim number without grad, got {num_items!r}")
         _check(divisor, lambda n: n >= 0, lambda _: f"num_items={num_items} must not be negative")
     if reduction in ("mean", "sample_mean"):
-        _check(a, lambda a: a >= 0, lambda i: f"token weights under {reduction!r} must not be "
-                                              f"negative, got {a.reshape(-1)[i].item()} at token {i}")
+        _check(a, lambda a: a >= 0, lambda i: f"no {reduction!r} takes a negative token weight, "
+                                              f"here {a.reshape(-1)[i].item()} at token {i}")
         if reduction == "sample_mean":
             sums, of_token = _sample_sums(a, cu_seqlens)
             sums = _sum_over(sums, process_group)
@@ -115,7 +116,7 @@ def count_items(
 
 
 def _countable(keep: Tensor) -> Tensor:
-    """Sums of bools and integers are int64; floats become float32 at least (257 ones are 256 in bf16)."""
+    """Bools and integers sum to int64; smaller floats become float32: bf16 cannot hold 257."""
     if not isinstance(keep, Tensor) or keep.is_complex():
         raise TypeError(f"a mask must be a real tensor, got {getattr(keep, 'dtype', type(keep))}")
     if keep.requires_grad:
@@ -125,13 +126,13 @@ def _countable(keep: Tensor) -> Tensor:
 
 def _sample_sums(a: Tensor, cu_seqlens):
     """-> the sum of `a` in each sample, and a function that hands each token its sample's value."""
-    if cu_seqlens is None:  # a sample is one index of the first dimension, or the whole of a 1-D one
+    if cu_seqlens is None:  # a sample is an index of the first dimension, or the whole of a 1-D one
         shape = (a.shape[0] if a.dim() > 1 else 1, *[1] * (a.dim() - 1))
         sums = a.reshape(shape[0], a.numel() // max(shape[0], 1)).sum(1)
         return sums, lambda x: x.view(shape) if a.dim() else x[0]
     segment, valid = _segments(cu_seqlens, a)
-    # float64 counts exactly; segment_reduce adds in a fixed order, index_add_ would not. unsafe=True
-    # skips a check that synchronises: offsets that failed ours become empty segments first.
+    # float64 counts exactly; segment_reduce adds in a fixed order (index_add_ does not).
+    # unsafe=True skips a check that synchronises: offsets that failed ours become empty segments.
     sums = torch.segment_reduce(
         a.reshape(-1).double(), "sum", offsets=cu_seqlens * valid, unsafe=True, initial=0)
     return sums, lambda x: x[segment].view(a.shape)
@@ -140,12 +141,12 @@ def _sample_sums(a: Tensor, cu_seqlens):
 def _segments(cu_seqlens: Tensor, tokens: Tensor):
     """-> the segment of each flattened token, and a 0-dim bool: do cu_seqlens rise from 0 to N?"""
     n = tokens.numel()
-    _expect("cu_seqlens", cu_seqlens, None, tokens.device, INTS)
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+    _expect("cu_seqlens", cu_seqlens, (None,), tokens.device, INTS)
+    if len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must be (samples + 1,), got {tuple(cu_seqlens.shape)}")
     ok = torch.cat([cu_seqlens[:1] == 0, cu_seqlens[1:] >= cu_seqlens[:-1], cu_seqlens[-1:] == n])
     _check(ok, lambda ok: ok, lambda i: f"cu_seqlens must rise from 0 to the {n} tokens; position "
-                                        f"{min(i, len(cu_seqlens) - 1)} of {cu_seqlens.tolist()} does not")
+           f"{min(i, len(cu_seqlens) - 1)} of {cu_seqlens.tolist()} does not")
     position = torch.arange(n, device=tokens.device, dtype=cu_seqlens.dtype)
     segment = torch.searchsorted(cu_seqlens[1:].cummax(0)[0], position, right=True)
     return segment.clamp(max=len(cu_seqlens) - 2), ok.all()
@@ -169,32 +170,26 @@ class Options(NamedTuple):
     teacher_softcap: float = 0.0
     temperature: float = 1.0
     vocab_group: str = ""  # a process group's name
+    per_token: bool = False  # reduction="none"
+    early: bool = False  # gradients are made in forward
+    needs: Tuple[bool, bool, bool] = (False,) * 3  # gradients of hidden (or logits), weight, bias
     # and for the linear path
     skip: str = "rows"  # or "chunks", "none"
     chunk_size: int = 0  # 0: see chunk()
     max_kept: int = -1  # -1: not given
-    per_token: bool = False  # reduction="none"
-    early: bool = False  # gradients are made in forward
-    need_hidden: bool = False  # or logits
-    need_weight: bool = False
-    need_bias: bool = False
     dtype: torch.dtype = torch.float32  # of the GEMM operands: autocast's, or the tensors' own
     retain_graph: bool = False
 
-    @property
-    def needs(self):
-        return self.need_hidden, self.need_weight, self.need_bias
-
     def shard(self, columns: int):
-        """-> process group or None, the first column held here, the size of the whole vocabulary."""
+        """-> process group or None, the first column held here, the whole vocabulary's size."""
         if not self.vocab_group:
             return None, 0, columns
         group = torch.distributed.distributed_c10d._resolve_process_group(self.vocab_group)
         return group, group.rank() * columns, group.size() * columns
 
     def chunk(self, rows: int, weight: Tensor, buffers: int) -> int:
-        """Rows in a chunk, all even. Up to 4H rows are one chunk: two halves and the float32 grad_weight
-        that a second chunk needs take no less memory. More go in chunks of 2.5 GiB of logits or 2H."""
+        """Rows in a chunk, all even. Up to 4H are one: halves of it and the float32 grad_weight
+        that a second chunk needs take no less memory. More go by 2.5 GiB of logits or 2H rows."""
         vocab, hidden = weight.shape
         limit = self.chunk_size or 4 * hidden // buffers
         if not self.chunk_size and rows > limit:
@@ -207,7 +202,7 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def _finite(m: Tensor) -> Tensor:
-    """A maximum to subtract: -inf - -inf is NaN where exp(-inf - 0), the 0 that is meant, is not."""
+    """A maximum to subtract: -inf - -inf is NaN, exp(-inf - 0) is the 0 that is meant."""
     return torch.where(m == -INF, 0.0, m)
 
 
@@ -233,11 +228,11 @@ def _target(target, z, w, o: Options, tm=None):
     return q, q.log(), torch.zeros_like(z[:, :1])
 
 
-def shard_statistics(logits, target, w, o: Options) -> Tensor:  # (n, V), (n,) or (n, V), (n,) -> (5, n)
+def shard_statistics(logits, target, w, o: Options) -> Tensor:  # (n, V), ..., (n,) -> (5, n)
     """x, m, s, tm and ts = sum q of the columns held here; `finish` makes the loss of them.
 
-    x is what the target needs, relative to the maxima, so that a common offset of 1e8 cannot eat it:
-    sum q (m - z), for forward KL sum q (log q + m - z), for reverse KL sum e^(z - m) (z - m - log q).
+    x is what the target needs, relative to the maxima, or a common offset of 1e8 would eat it:
+    sum q (m - z), forward KL sum q (log q + m - z), reverse KL sum e^(z - m) (z - m - log q).
     """
     z = _selected(logits, w, o.softcap, o.temperature)
     q, log_q, tm = _target(target, z, w, o)
@@ -247,7 +242,8 @@ def shard_statistics(logits, target, w, o: Options) -> Tensor:  # (n, V), (n,) o
     if o.divergence == "reverse_kl":  # where, because 0 * -inf is 0 here: 4R 3W
         x = torch.where(e != 0, e * (below - log_q), 0.0)
     else:
-        x = torch.where(q != 0, q * ((log_q if o.divergence == "forward_kl" else 0.0) - below), 0.0)
+        log_ratio = (log_q if o.divergence == "forward_kl" else 0.0) - below
+        x = torch.where(q != 0, q * log_ratio, 0.0)
     return torch.stack([x.sum(1), m[:, 0], e.sum(1), tm[:, 0], q.sum(1)])  # 3R
 
 
@@ -257,7 +253,8 @@ def merge(parts: Tensor, o: Options) -> Tensor:  # (ranks, 5, n) -> (5, n)
     dm, dt = m - _finite(m.amax(0)), tm - _finite(tm.amax(0))
     s_scale, t_scale = dm.exp(), dt.exp()
     dm, dt = _finite(dm), _finite(dt) if o.divergence != "cross_entropy" else 0.0
-    scale, mass, shift = (s_scale, s, dm - dt) if o.divergence == "reverse_kl" else (t_scale, ts, dt - dm)
+    reverse = o.divergence == "reverse_kl"
+    scale, mass, shift = (s_scale, s, dm - dt) if reverse else (t_scale, ts, dt - dm)
     # Where the mass or its scale is 0 there is nothing to move, and inf * 0 would be NaN.
     x = torch.where(scale != 0, (x + torch.where(mass != 0, mass * shift, 0.0)) * scale, 0.0).sum(0)
     return torch.stack([x, m.amax(0), (s * s_scale).sum(0), tm.amax(0), (ts * t_scale).sum(0)])
@@ -279,7 +276,7 @@ def finish(stats: Tensor, target, w, o: Options, vocab_size: int):
 
 
 def _sums(ts: Tensor, o: Options):
-    """-> what q sums to (given probabilities need not sum to 1), and what it is yet to be divided by."""
+    """-> what q sums to (probabilities need not sum to 1), and what it is yet to be divided by."""
     one = torch.ones_like(ts)
     return {"labels": (one, one), "probabilities": (ts, one), "logits": (one, ts)}[o.target_format]
 
@@ -321,151 +318,141 @@ HALF_SCALE = 256.0  # float16 rows are held times this, so that p = 6e-8 has mor
 
 def gemm(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> Tensor:
     """out = a @ b or out += a @ b, accumulated in float32 and rounded once to out's dtype."""
-    if a.dtype == out.dtype:
-        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    if a.is_cuda:
-        cast = dict(out_dtype=out.dtype, out=out)
-        return torch.addmm(out, a, b, **cast) if add else torch.mm(a, b, **cast)
-    product = a.to(out.dtype) @ b.to(out.dtype)
-    return out.add_(product) if add else out.copy_(product)
+    cast = {} if a.dtype == out.dtype else dict(out_dtype=out.dtype)
+    if cast and not a.is_cuda:  # only CUDA has out_dtype
+        a, b, cast = a.to(out.dtype), b.to(out.dtype), {}
+    return torch.addmm(out, a, b, out=out, **cast) if add else torch.mm(a, b, out=out, **cast)
 
 
-def linear_chunks(kernels, hidden, weight, bias, target, teacher_weight, teacher_bias, w, o: Options,
-                  upstream=None, stats=None, count=None):
-    """A pass over chunks of rows: logits into one buffer, statistics, and (where a gradient is wanted)
+def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_weight, teacher_bias,
+                  w, upstream=None, stats=None, count=None):
+    """A pass over chunks of rows: logits into one buffer, statistics, and (if a gradient is wanted)
     the buffer turned into w * (softmax - target) in place and multiplied out while it is there.
 
-    Legal because the loss is a scalar: its upstream gradient can be applied later. For reduction="none"
-    it is a vector; then forward keeps the statistics, and backward passes again with both in hand.
-    float16: rows stay of order 1 in the buffer; the coefficients c go to hidden, relative to the
-    largest, and to grad_hidden, and the gradients stay float32 until the upstream gradient is applied.
+    Legal because the loss is a scalar: its upstream gradient can be applied later. reduction="none"
+    has a vector of them; then forward keeps the statistics, and backward passes again with both.
+    float16: rows stay of order 1 in the buffer. The coefficients c go to hidden, relative to the
+    largest, and to grad_hidden, and gradients stay float32 until the upstream gradient is applied.
 
-    -> loss, stats (5, N), count, grad_hidden, grad_weight, grad_bias; empty where not wanted.
+    -> loss, stats (5, N), count, and grad_hidden, grad_weight, grad_bias, empty where not wanted.
     """
     (N, H), V, acc, forward, keep = hidden.shape, len(weight), w.dtype, stats is None, w != 0
     half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
-    need_hidden, need_weight, need_bias = (need and (o.early or not forward) for need in o.needs)
-    group = o.shard(V)[0]
+    needs = [need and (o.early or not forward) for need in o.needs]
+    (need_hidden, need_weight, need_bias), group = needs, o.shard(V)[0]
 
-    computed, n = keep, min(o.max_kept, N) if padded else N  # the rows that are computed, how many
-    if o.skip != "rows":
-        size = o.chunk(N, weight, 1 + teacher)
-        chunks = torch.nn.functional.pad(keep, (0, -N % size)).view(-1, size)
+    size, computed = o.chunk(N, weight, 1 + teacher), keep  # rows in a chunk, which are computed
+    if o.skip == "chunks":
+        chunks = pad(keep, (0, -N % size)).view(-1, size)
         computed = chunks.any(1, keepdim=True).expand_as(chunks).reshape(-1)[:N]
+    n = min(max(o.max_kept, 1), N) if padded else N  # how many: one at least, to be NaN
     if count is not None:
         n = count.tolist()[0]  # backward takes forward's rows without another look
     elif o.skip != "none" and not padded:
         n = int(computed.sum())  # the one host sync
     if o.skip == "rows":
         size = o.chunk(n, weight, 1 + teacher)
-    index = rows = None
-    if padded or n < N:  # max_kept's padding points one past the end, where results have a row for it
+    index, coefficients, fill = None, w if forward else torch.where(keep, w * upstream, 0.0), 0.0
+    if padded or n < N:  # max_kept's padding points one past the end, where results have a row
         index = torch.nonzero_static(computed, size=n, fill_value=N)[:, 0]
-        rows = index.clamp(max=N - 1) if padded else index
-    # More kept rows than max_kept: NaN everywhere instead of a silent drop.
-    fill = torch.where(keep.sum() > n, NAN, 0.0).to(acc) if padded else None
+    if padded:  # more kept rows than max_kept: NaN everywhere instead of a silent drop
+        fill = torch.where(keep.sum() > o.max_kept, NAN, 0.0).to(acc)
+        coefficients = pad(coefficients + fill, (0, 1))
 
-    def blank(*shape, dtype):
-        return fill.to(dtype).expand(shape).clone() if padded else w.new_zeros(shape, dtype=dtype)
+    def filled(*shape, dtype):
+        if padded:
+            return w.new_empty(shape, dtype=dtype).fill_(fill)
+        return w.new_zeros(shape, dtype=dtype)
 
-    def gather(x, dim=0):
-        return x if rows is None else x.index_select(dim, rows)
+    def rows(x, at):
+        return x[at] if index is None else x.index_select(0, at)
 
-    def inputs(x, part, void):
-        x = (x[part] if rows is None else x.index_select(0, rows[part])).to(o.dtype)
-        return x if void is None else x.masked_fill(void, 0.0)
+    def head(x, at, void, weight, bias, out):
+        x = rows(x, at).to(o.dtype)
+        x, out = x if void is None else x.masked_fill(void, 0.0), out[: len(x)]
+        if bias is None:
+            return x, torch.mm(x, weight.t(), out=out)
+        return x, torch.addmm(bias, x, weight.t(), out=out)
 
-    def head(x, weight, bias, out):
-        out = out[: len(x)]
-        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-
-    c = gather(w if forward else torch.where(keep, w * upstream, 0.0))
-    c = (c + fill).masked_fill(index == N, 0.0) if padded else c
-    losses, kept, several = [], [], n > size
-    hidden_dtype, weight_dtype = (acc, acc) if half else (hidden.dtype, acc if several else weight.dtype)
-    bias_dtype = acc if half or need_bias else weight.dtype
-
+    parts = []
     with torch.autocast(hidden.device.type, enabled=False):
-        heads = [None if x is None else x.to(o.dtype) for x in (weight, bias, teacher_weight, teacher_bias)]
+        heads = [None if x is None else x.to(o.dtype)
+                 for x in (weight, bias, teacher_weight, teacher_bias)]
         buffers = w.new_empty((1 + teacher, min(n, size), V), dtype=o.dtype)
-        for start in range(0, n, size):
-            part = slice(start, start + size)
-            void = (c[part] == 0)[:, None] if padded or o.skip != "rows" else None  # computed, not kept
-            h = inputs(hidden, part, void)
-            z = head(h, *heads[:2], buffers[0])
+        for start in range(0, max(n, 1), size):  # no row at all is a chunk of none
+            to = at = slice(start, start + size) if index is None else index[start : start + size]
+            if padded:
+                at = to.clamp(max=N - 1)
+            c = rows(coefficients, to)
+            void = (c == 0)[:, None] if padded or o.skip != "rows" else None  # computed, not kept
+            h, z = head(hidden, at, void, *heads[:2], buffers[0])
             if start == 0:  # what follows was left until the first GEMM is on its way
-                peak = c.abs().amax() if half else None
-                flat = torch.where(c != 0, HALF_SCALE, 0.0).to(acc) if half else c  # of c, for the buffer
-                if half or need_bias:  # of c, for hidden
-                    share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)[:, None]
-                labels, stats = None if teacher else gather(target), None if forward else gather(stats, 1)
-                grad_hidden = blank(N + padded if need_hidden else 0, H, dtype=hidden_dtype)
-                grad_weight = weight.new_empty((V if need_weight else 0, H), dtype=weight_dtype)
-                grad_bias = blank(1, V if need_bias else 0, dtype=bias_dtype)
-            t = head(inputs(target, part, void), *heads[2:], buffers[1]) if teacher else labels[part]
+                peak = coefficients.abs().amax() if half and N else 1.0
+                grad_hidden = filled(N + padded if need_hidden else 0, H,
+                                     dtype=acc if half else hidden.dtype)
+                grad_weight = weight.new_empty((V if need_weight else 0, H),
+                                               dtype=acc if half or n > size else weight.dtype)
+                grad_bias = w.new_empty(1, V if need_bias else 0)
+            t = head(target, at, void, *heads[2:], buffers[1])[1] if teacher else rows(target, at)
+            flat = torch.where(c != 0, HALF_SCALE, 0.0).to(acc) if half else c  # c in the buffer
             if forward:
-                wanted = need_hidden or need_weight or need_bias
-                loss, chunk_stats, g = kernels.row_pass(z, t, c[part], flat[part] if wanted else None, o, z)
-                losses.append(loss)
-                kept.append(chunk_stats)
+                *part, g = kernels.row_pass(z, t, c, flat if any(needs) else None, o, z)
+                parts.append(part)
             else:
-                g = kernels.row_gradient(z, t, flat[part], None, stats[:, part].contiguous(), o, z)
+                g = kernels.row_gradient(z, t, flat, None, stats[:, at].contiguous(), o, z)
             if need_hidden:
-                direct = index is None and void is None and group is None and not half
-                d = grad_hidden[part] if direct else h.new_empty(
+                direct = index is None and group is None
+                d = grad_hidden[to] if direct else h.new_empty(
                     h.shape, dtype=acc if half or group is not None else hidden.dtype)
                 d = _sum_over(gemm(d, g, heads[0]), group)
-                d = d * (c[part] / HALF_SCALE)[:, None] if half else d
+                d = d.mul_((c / HALF_SCALE)[:, None]) if half else d
                 d = d if void is None else d.masked_fill_(void, 0.0)
                 if index is not None:
-                    grad_hidden.index_copy_(0, index[part], d.to(hidden_dtype))
+                    grad_hidden.index_copy_(0, to, d.to(grad_hidden.dtype))
                 elif not direct:
-                    grad_hidden[part].copy_(d)
+                    grad_hidden[to].copy_(d)
+            if half or need_bias:  # c in hidden
+                share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)[:, None]
             if need_weight:
-                gemm(grad_weight, g.t(), h * share[part] if half else h, add=start > 0)
+                gemm(grad_weight, g.t(), h * share if half else h, add=start > 0)
             if need_bias:
-                gemm(grad_bias, share[part].t(), g, add=start > 0)
-    if n == 0:
-        grad_hidden = blank(N if need_hidden else 0, H, dtype=hidden_dtype)
-        grad_weight = blank(V if need_weight else 0, H, dtype=weight_dtype)
-        grad_bias, peak = blank(1, V if need_bias else 0, dtype=bias_dtype), 1.0
+                gemm(grad_bias, share.t(), g, add=start > 0)
     if half:
-        grad_weight, grad_bias = (x * (peak / HALF_SCALE) for x in (grad_weight, grad_bias))
-    elif several or need_bias:
-        grad_weight, grad_bias = grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
-    loss = torch.cat(losses) if losses else w.new_zeros(0)
-    stats = torch.cat(kept, 1) if kept and o.per_token else w.new_empty(5, 0)
+        grad_weight, grad_bias = (x.mul_(peak / HALF_SCALE) for x in (grad_weight, grad_bias))
+    grads = grad_hidden[:N], grad_weight if half else grad_weight.to(weight.dtype), grad_bias[0]
+    if not forward:
+        return None, None, None, *grads
+    losses, stats = zip(*parts)
+    loss, stats = torch.cat(losses), torch.cat(stats, 1) if o.per_token else w.new_empty(5, 0)
     if not o.per_token:
         loss = loss.sum() + fill if padded else loss.sum()
-    elif index is not None and forward:
-        loss = blank(N + padded, dtype=acc).index_copy_(0, index, loss)[:N].clone()
-        stats = w.new_zeros(5, N + padded).index_copy_(1, index, stats)[:, :N]
-    return loss, stats, torch.tensor([n]), grad_hidden[: N * need_hidden], grad_weight, grad_bias[0]
+    elif index is not None:
+        loss = filled(N + padded, dtype=acc).index_copy_(0, index, loss)[:N].clone()
+        stats = w.new_zeros(5, N + padded).index_copy_(1, index, stats)[:, :N].contiguous()
+    return loss, stats, torch.tensor([n]), *grads
 
 
 # --------------------------------------------------------------------------------------- autograd
-# Plain functions of seven tensors and Options: the reference makes an autograd Function of them, the
-# Triton file custom ops too. On given logits, x are the logits and weight is None.
-def loss_forward(kernels, x, weight, bias, target, teacher_weight, teacher_bias, w, o: Options):
-    """-> the loss, and what backward may need: stats, count, the three gradients; empty where unused."""
-    if weight is not None:
-        return linear_chunks(kernels, x, weight, bias, target, teacher_weight, teacher_bias, w, o)
+def loss_pass(kernels, o: Options, *tensors):
+    """-> the loss, and what backward may need: stats, count, three gradients; empty where unused.
+
+    tensors: x, weight, bias, target, teacher_weight, teacher_bias, w; x are hidden states, or where
+    weight is None logits. Then in backward upstream, stats, count: only the gradients are given.
+    """
+    if tensors[1] is not None:
+        return linear_chunks(kernels, o, *tensors)
+    x, _, _, target, _, _, w, *saved = tensors
+    unused = x.new_empty(0, 0), w.new_empty(0)
+    if saved:
+        upstream, stats = saved[0].expand(len(w)), saved[1]
+        return None, None, None, kernels.row_gradient(x, target, w, upstream, stats, o), *unused
     losses, stats, grad = kernels.row_pass(x, target, w, w if o.early else None, o)
     grad = x.new_empty(0, 0) if grad is None else grad
-    loss = losses if o.per_token else losses.sum()
-    return loss, stats, torch.tensor([0]), grad, x.new_empty(0, 0), w.new_empty(0)
-
-
-def loss_gradients(kernels, *args):
-    """-> the three gradients again, from the seven tensors, upstream, stats, count, Options."""
-    (x, weight, _, target, _, _, w), (upstream, stats, count, o) = args[:7], args[7:]
-    if weight is not None:
-        return linear_chunks(kernels, *args[:7], o, upstream, stats, count)[3:]
-    grad = kernels.row_gradient(x, target, w, upstream.expand(len(w)), stats, o)
-    return grad, x.new_empty(0, 0), w.new_empty(0)
+    return losses if o.per_token else losses.sum(), stats, torch.tensor([0]), grad, *unused
 
 
 def loss_setup(ctx, tensors, o: Options, output):
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     again = tensors[1] is None or not o.early  # given logits stay with the caller anyway
     ctx.save_for_backward(*(tensors if again else ()), *output[1:])
@@ -479,14 +466,15 @@ def loss_backward(kernels, ctx, upstream):
         return [kernels.scaled(ctx, grad, upstream, dtype) if need else None
                 for grad, dtype, need in zip(saved[-3:], ctx.dtypes, o.needs)]
     if not ctx.again:
-        raise RuntimeError("the first backward scaled the saved gradients in place and gave them away: "
-                           "a second one needs allow_retain_graph=True")
-    grads = kernels.loss_gradients_op(*saved[:7], upstream, *saved[7:9], o)
-    return [grad.to(dtype) if need else None for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
+        raise RuntimeError("the first backward scaled the saved gradients in place and gave them "
+                           "away: a second one needs allow_retain_graph=True")
+    grads = kernels.gradients(o, *saved[:7], upstream, *saved[7:9])
+    return [grad.to(dtype) if need else None
+            for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
 
 
 def first_order(backward, inputs: int):
-    """once_differentiable, for an upstream gradient that is a constant too; and a None for each other input."""
+    """once_differentiable, for a constant upstream gradient too; None for the 4th input and on."""
     once = once_differentiable(lambda *args: tuple(backward(*args)))
 
     def run(ctx, upstream, *_):
@@ -494,30 +482,30 @@ def first_order(backward, inputs: int):
             return (None,) * inputs
         if torch.is_grad_enabled() and not upstream.requires_grad:
             upstream = upstream.detach().requires_grad_()
-        grads = once(ctx, upstream)
-        grads = (grads,) if isinstance(grads, Tensor) else grads
-        return (*grads, *(None,) * (inputs - len(grads)))
+        return (*once(ctx, upstream), *(None,) * (inputs - 3))
     return run
 
 
-def function(kernels, forward, setup, backward, inputs: int):
-    def run(ctx, *args):
-        ctx.set_materialize_grads(False)
-        output = forward(kernels, *args)
-        setup(ctx, args[:-1], args[-1], output)
-        return output
-    return type(forward.__name__, (torch.autograd.Function,), dict(
-        forward=staticmethod(run),
-        backward=staticmethod(first_order(lambda *args: backward(kernels, *args), inputs)))).apply
+def loss_function(kernels):
+    """loss_pass as an autograd Function of seven tensors and Options."""
+    class Loss(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            output = loss_pass(kernels, args[-1], *args[:-1])
+            loss_setup(ctx, args[:-1], args[-1], output)
+            return output
+
+        backward = staticmethod(first_order(lambda *args: loss_backward(kernels, *args), 8))
+    return Loss.apply
 
 
 # -------------------------------------------------------------------------------------- front door
 def _expect(name, x, shape, device=None, dtypes=FLOATS) -> None:
-    """TypeError or ValueError unless x is such a tensor. shape None: any that ends in columns."""
+    """TypeError or ValueError unless x is such a tensor. In shape, None is any size but 0."""
     if not isinstance(x, Tensor) or x.dtype not in dtypes:
         raise TypeError(f"{name} must be a tensor of {dtypes}, got {getattr(x, 'dtype', type(x))}")
-    if not x.shape[-1:].numel() if shape is None else tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name} must be {tuple(shape or ('...', 'columns'))}, got {tuple(x.shape)}")
+    if x.dim() != len(shape) or any(not n if m is None else n != m for n, m in zip(x.shape, shape)):
+        raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(x.shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}")
 
@@ -527,11 +515,15 @@ def _choice(name, x, choices) -> None:
         raise ValueError(f"{name} must be one of {choices}, got {x!r}")
 
 
-def _number(name, x, valid, kind=(int, float)) -> None:
+def _number(name, x, valid, kind=(int, float), none=None):
+    """x, or `none` where x may be None and is; TypeError or ValueError if it is not valid."""
+    if x is None and none is not None:
+        return none
     if not isinstance(x, kind) or isinstance(x, bool):
         raise TypeError(f"{name} must be a number, got {x!r}")
     if not valid(x):
         raise ValueError(f"{name}={x} is out of range")
+    return x
 
 
 def _check(x: Tensor, valid, message) -> None:
@@ -547,13 +539,13 @@ class MaskedCrossEntropy:
     """The four losses over one set of row kernels; a subclass replaces the methods before them.
 
     loss_mask    (...) token weights a, bool or any number type, in exactly the shape of the tokens
-    reduction    "mean" over kept tokens, "sum", "none" (a_i * l_i, (...)), "sample_mean": the mean of
-                 the samples' means; a sample is an index of dimension 0 or a segment of cu_seqlens
+    reduction    "mean" over kept tokens, "sum", "none" (a_i * l_i, (...)), "sample_mean": the mean
+                 of the samples' means; a sample: an index of dimension 0, a segment of cu_seqlens
     num_items    the divisor over everything that is added up (see token_weights)
-    softcap      z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118), then / temperature
+    softcap      z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118), / temperature
     vocab_group  ranks that each hold V / ranks columns (rows of linear_weight), in rank order
-    All: math in float32 (float64 for it), TypeError or ValueError for bad types, shapes, devices and
-    options; for bad values (labels, weights, cu_seqlens) on CPU, where elsewhere they give NaN.
+    All: math in float32 (float64 for it), TypeError or ValueError for bad types, shapes, devices
+    and options; for bad values (labels, weights, cu_seqlens) on CPU, but elsewhere NaN.
     """
 
     row_statistics = staticmethod(row_statistics)
@@ -561,29 +553,27 @@ class MaskedCrossEntropy:
     fused = ()  # dtypes of given logits whose gradient row_pass makes together with the loss
 
     def __init__(self):
-        self.loss = function(self, loss_forward, loss_setup, loss_backward, 8)
+        self.loss = loss_function(self)
 
     def row_pass(self, logits, target, w, coefficient, o, out=None):
         """Losses, statistics, and the gradient times `coefficient` unless that is None."""
         losses, stats = self.row_statistics(logits, target, w, o)
-        if coefficient is None:
-            return losses, stats, None
-        return losses, stats, self.row_gradient(logits, target, coefficient, None, stats, o, out)
+        return losses, stats, None if coefficient is None else self.row_gradient(
+            logits, target, coefficient, None, stats, o, out)
 
-    def loss_gradients_op(self, *args):
-        return loss_gradients(self, *args)
+    def gradients(self, o, *tensors):
+        return loss_pass(self, o, *tensors)[3:]
 
     def scaled(self, ctx, grad, upstream, dtype):
         """A gradient that was made in forward, times the upstream one."""
         return (grad.to(_accumulator(grad.dtype)) * upstream).to(dtype)
 
     def masked_cross_entropy(
-        self,
-        logits: Tensor,  # (..., V)
+        self, logits: Tensor,  # (..., V)
         target: Tensor,  # (...) int32 or int64
         loss_mask: Optional[Tensor] = None,  # (...)
-        *, ignore_index=-100, reduction="mean", cu_seqlens=None, num_items=None, label_smoothing=0.0,
-        z_loss=0.0, softcap=None, temperature=1.0, vocab_group=None,
+        *, ignore_index=-100, reduction="mean", cu_seqlens=None, num_items=None,
+        label_smoothing=0.0, z_loss=0.0, softcap=None, temperature=1.0, vocab_group=None,
     ) -> Tensor:
         """l = lse - z_y. ignore_index masks too; label_smoothing is F.cross_entropy's; z_loss adds
         z_loss * lse^2 (PaLM, arXiv 2204.02311).
@@ -592,17 +582,16 @@ class MaskedCrossEntropy:
         0.6931471824645996
         """
         return self._loss(
-            logits, target, loss_mask, ignore_index=ignore_index, reduction=reduction,
-            cu_seqlens=cu_seqlens, num_items=num_items, label_smoothing=label_smoothing, z_loss=z_loss,
-            softcap=softcap, temperature=temperature, vocab_group=vocab_group)
+            logits, target, loss_mask, reduction, cu_seqlens, num_items, softcap, temperature,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss,
+            vocab_group=vocab_group)
 
     def masked_cross_entropy_from_distribution(
-        self,
-        logits: Tensor,  # (..., V)
+        self, logits: Tensor,  # (..., V)
         target: Tensor,  # (..., V) probabilities, or the teacher's logits
         loss_mask: Optional[Tensor] = None,  # (...)
-        *, target_format="probabilities", divergence="cross_entropy", reduction="mean", cu_seqlens=None,
-        num_items=None, softcap=None, temperature=1.0, vocab_group=None,
+        *, target_format="probabilities", divergence="cross_entropy", reduction="mean",
+        cu_seqlens=None, num_items=None, softcap=None, temperature=1.0, vocab_group=None,
     ) -> Tensor:
         """-sum q log p, "forward_kl" sum q log(q/p), "reverse_kl" sum p log(p/q); no T^2 (Hinton,
         arXiv 1503.02531). q = target, which need not sum to 1, or softmax(target / temperature).
@@ -613,13 +602,11 @@ class MaskedCrossEntropy:
         """
         _choice("target_format", target_format, ("probabilities", "logits"))
         return self._loss(
-            logits, target, loss_mask, target_format=target_format, divergence=divergence,
-            reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items, softcap=softcap,
-            temperature=temperature, vocab_group=vocab_group)
+            logits, target, loss_mask, reduction, cu_seqlens, num_items, softcap, temperature,
+            target_format=target_format, divergence=divergence, vocab_group=vocab_group)
 
     def masked_linear_cross_entropy(
-        self,
-        hidden: Tensor,  # (..., H)
+        self, hidden: Tensor,  # (..., H)
         linear_weight: Tensor,  # (V, H)
         target: Tensor,  # (...) int32 or int64
         loss_mask: Optional[Tensor] = None,  # (...)
@@ -628,27 +615,25 @@ class MaskedCrossEntropy:
         z_loss=0.0, softcap=None, temperature=1.0, vocab_group=None, chunk_size=None, skip="rows",
         max_kept=None, allow_retain_graph=False,
     ) -> Tensor:
-        """masked_cross_entropy(F.linear(hidden, linear_weight, linear_bias), ...) without the (N, V).
+        """masked_cross_entropy(F.linear(hidden, linear_weight, linear_bias)) without its (N, V).
 
-        skip="rows" gathers the kept rows (one host sync, for their count); "chunks" leaves out chunks
-        that keep nothing (one sync); "none" computes every row. max_kept: a bound on the kept rows
-        that the caller knows, no sync; more than that give NaN. allow_retain_graph: a second backward
-        through the same graph is right (else it may be an error).
+        skip="rows" gathers the kept rows (one host sync, for their count); "chunks" leaves out
+        chunks that keep nothing (one sync); "none" computes every row. max_kept: a bound on the
+        kept rows that the caller knows, no sync; more than that give NaN. allow_retain_graph: a
+        second backward through the same graph is right (else it may be an error).
 
         >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
         >>> masked_linear_cross_entropy(h, w, torch.tensor([1])).item()
         0.6931471824645996
         """
         return self._loss(
-            hidden, target, loss_mask, weight=linear_weight, bias=linear_bias, ignore_index=ignore_index,
-            reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items, z_loss=z_loss,
-            label_smoothing=label_smoothing, softcap=softcap, temperature=temperature,
-            vocab_group=vocab_group, chunk_size=chunk_size, skip=skip, max_kept=max_kept,
-            retain_graph=allow_retain_graph)
+            hidden, target, loss_mask, reduction, cu_seqlens, num_items, softcap, temperature,
+            heads=(linear_weight, linear_bias, None, None), ignore_index=ignore_index,
+            label_smoothing=label_smoothing, z_loss=z_loss, vocab_group=vocab_group,
+            chunk_size=chunk_size, skip=skip, max_kept=max_kept, retain_graph=allow_retain_graph)
 
     def masked_linear_distillation(
-        self,
-        hidden: Tensor,  # (..., H)
+        self, hidden: Tensor,  # (..., H)
         linear_weight: Tensor,  # (V, H)
         teacher_hidden: Tensor,  # (..., H_teacher)
         teacher_weight: Tensor,  # (V, H_teacher)
@@ -658,7 +643,7 @@ class MaskedCrossEntropy:
         teacher_softcap=None, temperature=1.0, chunk_size=None, max_kept=None,
         allow_retain_graph=False,
     ) -> Tensor:
-        """masked_cross_entropy_from_distribution on both heads' logits, one chunk of each at a time.
+        """masked_cross_entropy_from_distribution on both heads' logits, a chunk of each at a time.
 
         The teacher gets no gradient. The rest is as in masked_linear_cross_entropy.
 
@@ -667,79 +652,77 @@ class MaskedCrossEntropy:
         0.0
         """
         return self._loss(
-            hidden, teacher_hidden, loss_mask, weight=linear_weight, bias=linear_bias,
-            teacher_weight=teacher_weight, teacher_bias=teacher_bias, target_format="logits",
-            divergence=divergence, reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items,
-            softcap=softcap, teacher_softcap=teacher_softcap, temperature=temperature,
+            hidden, teacher_hidden, loss_mask, reduction, cu_seqlens, num_items, softcap,
+            temperature, heads=(linear_weight, linear_bias, teacher_weight, teacher_bias),
+            target_format="logits", divergence=divergence, teacher_softcap=teacher_softcap,
             chunk_size=chunk_size, max_kept=max_kept, retain_graph=allow_retain_graph)
 
     def _loss(
-        self, x, target, loss_mask, *, reduction, cu_seqlens, num_items, softcap, temperature,
-        ignore_index=-100, label_smoothing=0.0, z_loss=0.0, vocab_group=None, target_format="labels",
-        divergence="cross_entropy", weight=None, bias=None, teacher_weight=None, teacher_bias=None,
-        teacher_softcap=None, chunk_size=None, skip="rows", max_kept=None, retain_graph=False,
+        self, x, target, loss_mask, reduction, cu_seqlens, num_items, softcap, temperature, *,
+        heads=None, target_format="labels", divergence="cross_entropy", ignore_index=-100,
+        label_smoothing=0.0, z_loss=0.0, teacher_softcap=None, vocab_group=None, chunk_size=None,
+        skip="rows", max_kept=None, retain_graph=False,
     ):
-        """Checks, weights, the op. x are logits (..., V), or with a weight hidden states (..., H)."""
-        linear, labels = weight is not None, target_format == "labels"
-        _expect("hidden" if linear else "logits", x, None)
-        shape, dtype, device, kind = x.shape[:-1], x.dtype, x.device, x.device.type
+        """Checks, weights, the op. x are logits (..., V), or with heads hidden states (..., H)."""
+        linear, labels = heads is not None, target_format == "labels"
+        weight, bias, teacher_weight, teacher_bias = heads or (None,) * 4
+        shape = getattr(x, "shape", ())[:-1]
+        _expect("hidden" if linear else "logits", x, (*shape, None))
+        dtype, device, kind = x.dtype, x.device, x.device.type
         _choice("divergence", divergence, ("cross_entropy", "forward_kl", "reverse_kl"))
         _choice("skip", skip, ("rows", "chunks", "none"))
         if max_kept is not None and skip != "rows":
             raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={skip!r}")
-        _number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1)
-        _number("z_loss", z_loss, lambda x: 0 <= x < INF)
-        for name, x_ in dict(softcap=softcap, teacher_softcap=teacher_softcap).items():
-            if x_ is not None:
-                _number(name, x_, lambda x: 0 < x < INF)
-        _number("temperature", temperature, lambda x: 0 < x < INF)
-        for name, x_, least in (("chunk_size", chunk_size, 1), ("max_kept", max_kept, 0)):
-            if x_ is not None:
-                _number(name, x_, lambda x: x >= least, int)
         if labels:
             _expect("target", target, shape, device, INTS)
         elif not linear:
             _expect("target", target, x.shape, device)
         if linear:
-            if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-                dtype = torch.get_autocast_dtype(kind)
             dtypes = FLOATS if torch.is_autocast_enabled(kind) else (dtype,)
-            _expect("linear_weight", weight, None, device, dtypes)
-            vocab = max(len(weight), 1)
-            heads = [("linear_weight", weight, (vocab, x.shape[-1])),
-                     ("linear_bias", bias, (vocab,)), ("teacher_bias", teacher_bias, (vocab,))]
+            if dtypes == FLOATS and dtype != torch.float64:
+                dtype = torch.get_autocast_dtype(kind)
+            _expect("linear_weight", weight, (None, x.shape[-1]), device, dtypes)
+            V = len(weight)
             if not labels:
-                _expect("teacher_hidden", target, None, device, dtypes)
-                heads += [("teacher_hidden", target, (*shape, target.shape[-1])),
-                          ("teacher_weight", teacher_weight, (vocab, target.shape[-1]))]
-            for name, head, size in heads:
-                if head is not None:
-                    _expect(name, head, size, device, dtypes)
+                _expect("teacher_hidden", target, (*shape, None), device, dtypes)
+                _expect("teacher_weight", teacher_weight, (V, target.shape[-1]), device, dtypes)
+            for name, b in ("linear_bias", bias), ("teacher_bias", teacher_bias):
+                if b is not None:
+                    _expect(name, b, (V,), device, dtypes)
+        needs = tuple(torch.is_grad_enabled() and y is not None and y.requires_grad
+                      for y in (x, weight, bias))
+        fused = linear or x.dtype in self.fused and not torch.compiler.is_compiling()
+        o = Options(
+            target_format, divergence,
+            float(_number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1)),
+            float(_number("z_loss", z_loss, lambda x: 0 <= x < INF)),
+            float(_number("softcap", softcap, lambda x: 0 < x < INF, none=0)),
+            float(_number("teacher_softcap", teacher_softcap, lambda x: 0 < x < INF, none=0)),
+            float(_number("temperature", temperature, lambda x: 0 < x < INF)),
+            "" if vocab_group is None else vocab_group.group_name,
+            per_token=reduction == "none", early=reduction != "none" and any(needs) and fused,
+            needs=needs, skip=skip, dtype=dtype, retain_graph=retain_graph,
+            chunk_size=_number("chunk_size", chunk_size, lambda x: x >= 1, int, none=0),
+            max_kept=_number("max_kept", max_kept, lambda x: x >= 0, int, none=-1))
 
-        a = torch.ones(shape, dtype=torch.bool, device=device) if loss_mask is None and not labels \
-            else target != ignore_index if loss_mask is None else _countable(loss_mask)
+        if loss_mask is not None:
+            a = _countable(loss_mask)
+        else:
+            a = target != ignore_index if labels else x.new_ones(shape, dtype=torch.bool)
         if a.shape != shape or a.device != device:
             raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {device}, "
                              f"got {tuple(a.shape)} on {a.device}")
         a = a.masked_fill(target == ignore_index, 0) if labels and loss_mask is not None else a
         a = a.double() if x.dtype == torch.float64 else a
         w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
-        group = "" if vocab_group is None else vocab_group.group_name
-        needs = [torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)]
-        fused = x.dtype in self.fused and not torch.compiler.is_compiling()
-        o = Options(
-            target_format, divergence, float(label_smoothing), float(z_loss), float(softcap or 0),
-            float(teacher_softcap or 0), float(temperature), group, skip, chunk_size or 0,
-            -1 if max_kept is None else max_kept, per_token=reduction == "none",
-            early=reduction != "none" and any(needs) and (linear or fused), need_hidden=needs[0],
-            need_weight=needs[1], need_bias=needs[2], dtype=dtype, retain_graph=retain_graph)
         if labels:
-            vocab_size = o.shard(len(weight) if linear else x.shape[-1])[2]
-            _check(target, lambda y: (w == 0) | ((0 <= y) & (y < vocab_size)), lambda i: f"label "
-                   f"{target.reshape(-1)[i].item()} at token {i}, not in [0, {vocab_size}) or ignored")
+            V = o.shard(len(weight) if linear else x.shape[-1])[2]
+            _check(target, lambda y: (w == 0) | ((0 <= y) & (y < V)), lambda i: f"label "
+                   f"{target.reshape(-1)[i].item()} at token {i}, not in [0, {V}) or ignored")
         target = target.reshape(-1) if labels else target.detach().reshape(-1, target.shape[-1])
         teacher = [None if y is None else y.detach() for y in (teacher_weight, teacher_bias)]
-        loss = self.loss(x.reshape(-1, x.shape[-1]), weight, bias, target, *teacher, w.reshape(-1), o)[0]
+        x, w = x.reshape(-1, x.shape[-1]), w.reshape(-1)
+        loss = self.loss(x, weight, bias, target, *teacher, w, o)[0]
         return loss.view(shape) if reduction == "none" else loss
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Masked cross-entropy on Triton kernels: masked_ce.py's names, signatures and meaning, faster.
 
-Copy this file beside masked_ce.py and change one import line. Validation, weights, reductions and the
-chunk loop are masked_ce's; here are its two row functions as kernels, and the custom ops that make
-torch.compile(fullgraph=True) work. Symbols (z, m, s, q, t, tm, ts, x) are masked_ce's.
+Copy this file beside masked_ce.py and change one import line. Validation, weights, reductions and
+the chunk loop are masked_ce's; here are its two row functions as kernels, and the custom ops that
+make torch.compile(fullgraph=True) work. Symbols (z, m, s, q, t, tm, ts, x) are masked_ce's.
+B in the kernels' heads is the size in bytes of N*V logits, or of as many target values.
 
 Needs a GPU; CPU tensors run where TRITON_INTERPRET=1 was set before anything imported triton.
 """
@@ -14,7 +15,8 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
-    raise ImportError("masked_ce_triton needs triton. masked_ce has the same names without it") from error
+    raise ImportError(
+        "masked_ce_triton needs triton. masked_ce has the same names without it") from error
 try:
     from . import masked_ce as reference  # copied into a package
 except ImportError:
@@ -26,7 +28,7 @@ shift_labels, token_weights, count_items = (
 INF = tl.constexpr(float("inf"))
 
 
-# ----------------------------------------------------------------------------------- device functions
+# ------------------------------------------------------------------------------- device functions
 @triton.jit
 def _finite(m):
     """A maximum to subtract: -inf - -inf is NaN, exp(-inf - 0) is the 0 that is meant."""
@@ -35,8 +37,8 @@ def _finite(m):
 
 @triton.jit
 def _tanh(x):
-    """-e / (2 + e), e = expm1(-2|x|), Kahan's expm1. (The interpreter lacks libdevice's tanh; 2*sigmoid(2x)-1
-    loses the low bits of a small x.)"""
+    """-e / (2 + e), e = expm1(-2|x|), Kahan's expm1. (The interpreter lacks libdevice's tanh, and
+    2*sigmoid(2x)-1 loses the low bits of a small x.)"""
     y = -2.0 * tl.abs(x)
     u = tl.exp(y)
     e = tl.where(u == 1.0, y, (u - 1.0) * y / tl.log(tl.where(u == 1.0, 0.5, u)))
@@ -61,7 +63,8 @@ def _load(row, columns, V, MASKED: tl.constexpr, ACC: tl.constexpr, SOFTCAP: tl.
         z = tl.load(row + columns, mask=columns < V, other=0.0).to(ACC)
         z = tl.where(columns < V, _transformed(z, SOFTCAP, TEMPERATURE), -INF)
     else:
-        z = _transformed(tl.load(row + columns, eviction_policy=EVICT).to(ACC), SOFTCAP, TEMPERATURE)
+        z = tl.load(row + columns, eviction_policy=EVICT).to(ACC)
+        z = _transformed(z, SOFTCAP, TEMPERATURE)
     return z
 
 
@@ -102,8 +105,9 @@ def _moved(x, m, s, tm, ts, new_m, new_tm, TARGET: tl.constexpr, DIVERGENCE: tl.
 @triton.jit
 def _statistics_block(
     logits, target, columns, column, V, x, m, s, tm, ts, MASKED: tl.constexpr, TARGET: tl.constexpr,
-    DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr, SOFTCAP: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr, EVICT: tl.constexpr,
+    DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr,
+    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
+    ACC: tl.constexpr, EVICT: tl.constexpr,
 ):
     """The running statistics (lanes,) after one more block of columns (lanes, VECTOR)."""
     z = _load(logits, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, EVICT)
@@ -137,9 +141,10 @@ def _statistics_block(
 
 @triton.jit
 def _gradient_block(
-    logits, target, out, columns, column, V, c, x, m, s, tm, ts, MASKED: tl.constexpr, TARGET: tl.constexpr,
-    DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr, Z_LOSS: tl.constexpr,
-    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr,
+    logits, target, out, columns, column, V, c, x, m, s, tm, ts, MASKED: tl.constexpr,
+    TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr,
+    SMOOTH_EACH: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr,
 ):
     """Stores c * dl/dlogits of some columns, rounded here and nowhere before."""
     z = _load(logits, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, "evict_first")
@@ -150,10 +155,11 @@ def _gradient_block(
         if TARGET == "labels":
             grad = tl.where(columns == column, grad - 1.0, grad)
         else:
-            grad -= _target(target, columns, column, V, MASKED, ACC, TARGET, SMOOTHING, SMOOTH_EACH, 0.0, 1.0, "")
+            grad -= _target(target, columns, column, V, MASKED, ACC, TARGET, SMOOTHING, SMOOTH_EACH,
+                            0.0, 1.0, "")
     else:
-        t = _target(target, columns, column, V, MASKED, ACC, TARGET, 0.0, 0.0, TEACHER_SOFTCAP, TEMPERATURE,
-                    "evict_first")
+        t = _target(target, columns, column, V, MASKED, ACC, TARGET, 0.0, 0.0, TEACHER_SOFTCAP,
+                    TEMPERATURE, "evict_first")
         if DIVERGENCE == "reverse_kl":
             log_q = t - (tm + tl.log(ts)) if TARGET == "logits" else tl.log(t)
             grad = tl.where(p != 0, p * (below - log_q - (tl.log(s) + x)), 0.0)
@@ -169,25 +175,28 @@ def _gradient_block(
         tl.store(out + columns, grad, eviction_policy="evict_first")
 
 
-# ------------------------------------------------------------------------------------------- kernels
+# ---------------------------------------------------------------------------------------- kernels
 @triton.jit
 def _statistics_kernel(
     logits_ptr, target_ptr, w_ptr, c_ptr,  # (N, V), (N, V) or (N,), (N,), (N,)
     loss_ptr, stats_ptr, out_ptr,  # (N,), (5, N), (N, V) which may be the logits
     logits_stride, target_stride, out_stride, N, V, first, vocab_size,
-    TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr,
-    Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
-    ACC: tl.constexpr, PARTIAL: tl.constexpr, GRADIENT: tl.constexpr, BACKWARDS: tl.constexpr,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr,
+    SMOOTH_EACH: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr,
+    PARTIAL: tl.constexpr, GRADIENT: tl.constexpr, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """w * loss and the statistics of a row, online (Milakov and Gimelshein, arXiv 1805.02867), and with
-    GRADIENT c * dl/dlogits after them.
+    """w * loss and the statistics of a row, online (Milakov and Gimelshein, arXiv 1805.02867), and
+    with GRADIENT c * dl/dlogits after them.
 
-    Grid (N,), a program a row. Reads B, from a distribution 2B; writes 6 numbers. The running maxima and
-    sums are vectors, a lane for each VECTOR columns that a thread loads at once, so that the loop needs
-    no reduction across threads. PARTIAL: the columns are a shard; masked_ce finishes.
-    GRADIENT: reads them again and writes B. BACKWARDS, from the row's end: what was read last is still
-    in the L2 cache, while a second pass from the start would find each block just evicted.
+    Grid (N,), a program a row. One pass: reads B, with a distribution 2B, and writes 6 numbers a
+    row. The running maxima and sums are vectors, a lane for each VECTOR columns that a thread loads
+    at once, so that the loop needs no reduction across threads. PARTIAL: the columns are a shard;
+    masked_ce finishes. GRADIENT, a second pass: reads them again and writes B; in all 3B, with a
+    distribution 5B. BACKWARDS, from the row's end: what was read last is still in the L2 cache,
+    while a second pass from the start would find each block just evicted.
+    Of a row of weight 0 it reads the weight alone, and writes zeros.
     """
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(w_ptr + row)
@@ -217,12 +226,12 @@ def _statistics_kernel(
     EVICT: tl.constexpr = "evict_last" if GRADIENT and BACKWARDS else ""
     for start in range(0, whole, BLOCK):
         x, m, s, tm, ts = _statistics_block(
-            logits_ptr, target_ptr, start + tile, column, V, x, m, s, tm, ts, False, TARGET, DIVERGENCE,
-            SMOOTHING, SMOOTH_EACH, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC, EVICT)
+            logits_ptr, target_ptr, start + tile, column, V, x, m, s, tm, ts, False, TARGET,
+            DIVERGENCE, SMOOTHING, SMOOTH_EACH, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC, EVICT)
     if whole < V:
         x, m, s, tm, ts = _statistics_block(
-            logits_ptr, target_ptr, whole + tile, column, V, x, m, s, tm, ts, True, TARGET, DIVERGENCE,
-            SMOOTHING, SMOOTH_EACH, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC, EVICT)
+            logits_ptr, target_ptr, whole + tile, column, V, x, m, s, tm, ts, True, TARGET,
+            DIVERGENCE, SMOOTHING, SMOOTH_EACH, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC, EVICT)
 
     row_m = tl.max(m, 0)
     row_tm = tl.max(tm, 0)
@@ -258,31 +267,35 @@ def _statistics_kernel(
     tl.store(stats_ptr + 4 * N + row, ts)
     if GRADIENT:
         c = tl.load(c_ptr + row)
-        tl.debug_barrier()  # in place: every thread has read the label's logit before one is overwritten
+        tl.debug_barrier()  # in place: all have read the label's logit before it is overwritten
         if whole < V:
-            _gradient_block(logits_ptr, target_ptr, out_ptr, whole + flat, column, V, c, x, row_m, s, row_tm,
-                            ts, True, TARGET, DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP,
-                            TEACHER_SOFTCAP, TEMPERATURE, ACC)
+            _gradient_block(
+                logits_ptr, target_ptr, out_ptr, whole + flat, column, V, c, x, row_m, s, row_tm,
+                ts, True, TARGET, DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP,
+                TEACHER_SOFTCAP, TEMPERATURE, ACC)
         half = tl.arange(0, BLOCK // 2)
         for start in range(0, whole, BLOCK // 2):
             at = whole - BLOCK // 2 - start if BACKWARDS else start
-            _gradient_block(logits_ptr, target_ptr, out_ptr, at + half, column, V, c, x, row_m, s, row_tm,
-                            ts, False, TARGET, DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP,
-                            TEACHER_SOFTCAP, TEMPERATURE, ACC)
+            _gradient_block(
+                logits_ptr, target_ptr, out_ptr, at + half, column, V, c, x, row_m, s, row_tm,
+                ts, False, TARGET, DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP,
+                TEACHER_SOFTCAP, TEMPERATURE, ACC)
 
 
 @triton.jit
 def _gradient_kernel(
     logits_ptr, target_ptr, w_ptr, upstream_ptr, stats_ptr, out_ptr,
     logits_stride, target_stride, upstream_stride, out_stride, N, V, first, blocks,
-    TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr,
-    Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
-    ACC: tl.constexpr, UPSTREAM: tl.constexpr, BLOCK: tl.constexpr,
+    TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr,
+    SMOOTH_EACH: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
+    TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr,
+    UPSTREAM: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """w * upstream * dl/dlogits of one block of a row.
 
-    Grid (N * blocks,), blocks = cdiv(V, BLOCK); only the first dimension of a grid may pass 65535. Reads
-    B (from a distribution 2B), writes B; a row of weight 0 reads nothing and writes zeros.
+    Grid (N * blocks,), blocks = cdiv(V, BLOCK); only the first dimension may pass 65535. One pass:
+    reads B, with a distribution 2B, and writes B; in all 2B or 3B. Of a row of weight 0 it reads
+    the weight alone, and writes zeros.
     """
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = tl.program_id(0) % blocks * BLOCK
@@ -303,18 +316,22 @@ def _gradient_kernel(
     tm = tl.load(stats_ptr + 3 * N + row)
     ts = tl.load(stats_ptr + 4 * N + row)
     if start + BLOCK <= V:
-        _gradient_block(logits_ptr, target_ptr, out_ptr, columns, column, V, c, x, m, s, tm, ts, False, TARGET,
-                        DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC)
+        _gradient_block(
+            logits_ptr, target_ptr, out_ptr, columns, column, V, c, x, m, s, tm, ts, False, TARGET,
+            DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC)
     else:
-        _gradient_block(logits_ptr, target_ptr, out_ptr, columns, column, V, c, x, m, s, tm, ts, True, TARGET,
-                        DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC)
+        _gradient_block(
+            logits_ptr, target_ptr, out_ptr, columns, column, V, c, x, m, s, tm, ts, True, TARGET,
+            DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC)
 
 
 @triton.jit
-def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, ACC: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x * upstream. In place and with an upstream of 1, the usual one, it reads 1 number and leaves.
+def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, ACC: tl.constexpr,
+                  BLOCK: tl.constexpr):
+    """out = x * upstream. In place, an upstream of 1, the usual one, is all that it reads.
 
-    Grid (a few programs a multiprocessor,), each strides over the blocks: one read, one write of n.
+    Grid (at most 2048 programs,), each strides over the blocks. One pass: reads n numbers, writes
+    n; the bytes of x and of out.
     """
     upstream = tl.load(upstream_ptr)
     if IN_PLACE:
@@ -326,7 +343,7 @@ def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, ACC: 
         tl.store(out_ptr + at, (x.to(ACC) * upstream).to(out_ptr.dtype.element_ty), mask=at < n)
 
 
-# ------------------------------------------------------------------------------------------ launches
+# --------------------------------------------------------------------------------------- launches
 INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
 
 
@@ -345,13 +362,13 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _launch_statistics(logits, target, w, c, o, out=None, partial=False):
-    """-> w * loss (n,), statistics (5, n), c * gradient in `out` (made here if None), or None where c is."""
+    """-> w * loss (n,), statistics (5, n), c * gradient in `out` (made if None), None if c is."""
     logits, target, w = _rows(logits), _rows(target), w.contiguous()
     (N, V), (_, first, vocab_size) = logits.shape, o.shard(logits.shape[1])
     losses, stats = w.new_empty(N), w.new_empty(5, N)
     if c is not None and out is None:
         out = torch.empty((N, V), dtype=logits.dtype, device=logits.device)
-    # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs keep few rows in it.
+    # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
     item, labels = logits.element_size(), o.target_format == "labels"
     wide = V * item > 2**17
     size = 8192 if c is None else 32768 if wide and labels else 16384  # bytes of a block
@@ -377,9 +394,11 @@ def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
     if N:
         with torch.cuda.device_of(logits):
             _gradient_kernel[(N * blocks,)](
-                logits, target, w, w if upstream is None else upstream, stats, out, logits.stride(0),
-                target.stride(0), 0 if upstream is None else upstream.stride(0), out.stride(0), N, V, first, blocks,
-                **_constants(logits, o, vocab_size), UPSTREAM=upstream is not None, BLOCK=block, num_warps=2)
+                logits, target, w, w if upstream is None else upstream, stats, out,
+                logits.stride(0), target.stride(0),
+                0 if upstream is None else upstream.stride(0), out.stride(0), N, V, first, blocks,
+                **_constants(logits, o, vocab_size), UPSTREAM=upstream is not None, BLOCK=block,
+                num_warps=2)
     return out
 
 
@@ -395,9 +414,9 @@ def _scaled(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------- front door, custom ops
 class TritonCrossEntropy(reference.MaskedCrossEntropy):
-    """The reference's front door over the kernels above; under torch.compile over the custom ops below."""
+    """The reference's front door over the kernels; under torch.compile over the custom ops."""
 
-    # float16 would round w * (softmax - target) before the upstream gradient, a loss scale, can lift it.
+    # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
     fused = (torch.bfloat16, torch.float32, torch.float64)
 
     def __init__(self):
@@ -407,14 +426,17 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
 
     def checked_loss(self, *args):
         if args[0].device.type == "cpu" and not INTERPRETED:
-            raise RuntimeError("masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
-                               "set TRITON_INTERPRET=1 before anything imports triton")
-        return loss_op(*args[:-1], *args[-1]) if torch.compiler.is_compiling() else self.eager_loss(*args)
+            raise RuntimeError(
+                "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
+                "set TRITON_INTERPRET=1 before anything imports triton")
+        if torch.compiler.is_compiling():
+            return loss_op(*args[:-1], *args[-1])
+        return self.eager_loss(*args)
 
     def row_statistics(self, logits, target, w, o):
         if o.vocab_group:
-            return reference.row_statistics(
-                logits, target, w, o, lambda *args: _launch_statistics(*args[:3], None, o, partial=True)[1])
+            return reference.row_statistics(logits, target, w, o, lambda *args: _launch_statistics(
+                *args[:3], None, o, partial=True)[1])
         return _launch_statistics(logits, target, w, None, o)[:2]
 
     def row_gradient(self, logits, target, w, upstream, stats, o, out=None):
@@ -438,8 +460,8 @@ class _Traced(TritonCrossEntropy):
 
     scaled = reference.MaskedCrossEntropy.scaled
 
-    def loss_gradients_op(self, *args):
-        return loss_gradients_op(*args[:-1], *args[-1])
+    def gradients(self, o, *tensors):
+        return loss_gradients_op(*tensors, *o)
 
 
 _triton, _traced = TritonCrossEntropy(), _Traced()
@@ -448,54 +470,56 @@ masked_cross_entropy_from_distribution = _triton.masked_cross_entropy_from_distr
 masked_linear_cross_entropy = _triton.masked_linear_cross_entropy
 masked_linear_distillation = _triton.masked_linear_distillation
 
-# A namespace of this module's own: with a fixed one, a second copy of this file in the process would
-# register its kernels over the first one's.
+# A namespace of this module's own: with a fixed one, a second copy of this file in the process
+# would register its kernels over the first one's.
 NAMESPACE = "masked_ce_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in __name__)
+TENSORS = ("Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? teacher_weight, "
+           "Tensor? teacher_bias, Tensor w")
 OPTIONS = ("str target_format, str divergence, float label_smoothing, float z_loss, float softcap, "
-           "float teacher_softcap, float temperature, str vocab_group, str skip, SymInt chunk_size, "
-           "SymInt max_kept, bool per_token, bool early, bool need_hidden, bool need_weight, bool need_bias, "
-           "ScalarType dtype, bool retain_graph")
-TENSORS = "Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? teacher_weight, Tensor? teacher_bias, Tensor w"
+           "float teacher_softcap, float temperature, str vocab_group, bool per_token, bool early, "
+           "bool[] needs, str skip, SymInt chunk_size, SymInt max_kept, ScalarType dtype, "
+           "bool retain_graph")
+COUNT = len(reference.Options._fields)
 
 
 def _packed(args):
-    """The tensors and one Options, of the tensors and an Options' fields."""
-    tensors = len(args) - len(reference.Options._fields)
-    return *args[:tensors], reference.Options(*args[tensors:])
+    """One Options and the tensors, of the tensors and an Options' fields."""
+    return reference.Options(*args[-COUNT:]), *args[:-COUNT]
 
 
-def _fake_gradients(x, weight, *args):
-    o, w = args[-1], args[4]
-    dtype = reference._accumulator(o.dtype) if weight is not None and o.dtype == torch.float16 else None
+def _fake_gradients(o, x, weight, *args):
+    w, (need_x, need_weight, need_bias) = args[4], o.needs
     if weight is None:
-        return x.new_empty(x.shape if o.need_hidden else (0, 0)), x.new_empty(0, 0), w.new_empty(0)
-    return (x.new_empty(len(x) if o.need_hidden else 0, x.shape[1], dtype=dtype),
-            weight.new_empty(len(weight) if o.need_weight else 0, x.shape[1], dtype=dtype),
-            weight.new_empty(len(weight) if o.need_bias else 0, dtype=dtype))
+        return x.new_empty(x.shape if need_x else (0, 0)), x.new_empty(0, 0), w.new_empty(0)
+    dtype = w.dtype if o.dtype == torch.float16 else None
+    return (x.new_empty(len(x) if need_x else 0, x.shape[1], dtype=dtype),
+            weight.new_empty(len(weight) if need_weight else 0, x.shape[1], dtype=dtype),
+            w.new_empty(len(weight) if need_bias else 0))
 
 
-def _fake_loss(x, weight, *args):
-    o, w = args[-1], args[4]
-    forward = o if o.early else o._replace(need_hidden=False, need_weight=False, need_bias=False)
-    stats = len(w) if weight is None or o.per_token else 0
-    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, stats), torch.empty(1, dtype=torch.int64),
-            *_fake_gradients(x, weight, *args[:-1], forward))
+def _fake_loss(o, x, weight, *args):
+    w, stats = args[4], weight is None or o.per_token
+    forward = o if o.early else o._replace(needs=(False,) * 3)
+    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w) if stats else 0),
+            torch.empty(1, dtype=torch.int64), *_fake_gradients(forward, x, weight, *args))
 
 
 def _setup(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    *tensors, o = _packed(inputs)
+    o, *tensors = _packed(inputs)
     reference.loss_setup(ctx, tensors, o, output)
 
 
 loss_op = torch.library.custom_op(
-    f"{NAMESPACE}::loss", lambda *args: reference.loss_forward(_triton, *_packed(args)), mutates_args=(),
+    f"{NAMESPACE}::loss", lambda *args: reference.loss_pass(_triton, *_packed(args)),
+    mutates_args=(),
     schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 loss_op.register_fake(lambda *args: _fake_loss(*_packed(args)))
 loss_op.register_autograd(
-    reference.first_order(lambda *args: reference.loss_backward(_traced, *args), 7 + len(reference.Options._fields)),
+    reference.first_order(lambda *args: reference.loss_backward(_traced, *args), 7 + COUNT),
     setup_context=_setup)
 loss_gradients_op = torch.library.custom_op(
-    f"{NAMESPACE}::loss_gradients", lambda *args: reference.loss_gradients(_triton, *_packed(args)), mutates_args=(),
-    schema=f"({TENSORS}, Tensor upstream, Tensor stats, Tensor count, {OPTIONS}) -> (Tensor, Tensor, Tensor)")
+    f"{NAMESPACE}::loss_gradients", lambda *args: _triton.gradients(*_packed(args)),
+    mutates_args=(),
+    schema=f"({TENSORS}, Tensor upstream, Tensor stats, Tensor count, {OPTIONS})"
+           " -> (Tensor, Tensor, Tensor)")
 loss_gradients_op.register_fake(lambda *args: _fake_gradients(*_packed(args)))
