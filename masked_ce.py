@@ -41,10 +41,12 @@ def shift_labels(
     >>> shift_labels(torch.tensor([5, 6, 7, 8, 9]), cu_seqlens=torch.tensor([0, 3, 5])).tolist()
     [6, 7, -100, 9, -100]
     """
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor, got {labels!r}")
     is_mask = labels.is_floating_point() or labels.dtype == torch.bool
     integers = torch.iinfo(torch.int64 if is_mask else labels.dtype)
-    low, high = (0, 0) if is_mask else (integers.min, integers.max)
-    if labels.dim() == 0 or not low <= ignore_index <= high:
+    fits = isinstance(ignore_index, int) and integers.min <= ignore_index <= integers.max
+    if labels.dim() == 0 or not (ignore_index == 0 if is_mask else fits):
         raise ValueError(f"labels {tuple(labels.shape)} of {labels.dtype} do not shift with "
                          f"ignore_index={ignore_index}; a mask takes 0")
     flat = labels if cu_seqlens is None else labels.reshape(-1)
@@ -53,7 +55,7 @@ def shift_labels(
         segment, valid = _segments(cu_seqlens, flat)
         shifted[:-1].masked_fill_(segment[1:] != segment[:-1], ignore_index)
         if not is_mask:  # no finite loss from bad segments: a label out of every range
-            shifted.masked_fill_(~valid, low)
+            shifted.masked_fill_(~valid, integers.min)
     return shifted.view(labels.shape)
 
 
@@ -72,16 +74,16 @@ def token_weights(
     """
     _choice("reduction", reduction, ("mean", "sum", "none", "sample_mean"))
     a, divisor = _countable(keep), num_items
-    w = a.to(_accumulator(a.dtype))
+    w = a.to(_accumulator(a.dtype), copy=a is keep)
     if num_items is not None:
         if reduction in ("sum", "none"):
             raise ValueError(f"num_items={num_items} replaces the divisor, {reduction!r} has none")
         if not isinstance(num_items, Tensor):
             _number("num_items", num_items, lambda n: 0 <= n < INF)
             divisor = w.new_full((), num_items)  # a fill on the device, where tensor() would copy
-        if divisor.dim() or divisor.requires_grad or divisor.dtype == torch.bool:
+        if divisor.dim() or divisor.requires_grad or divisor.dtype in (torch.bool, torch.complex64):
             raise ValueError(f"num_items must be a 0-dim number without grad, got {num_items!r}")
-        _check(divisor, lambda n: n >= 0, lambda _: f"num_items={num_items} must not be negative")
+        _check(divisor, lambda n: (n >= 0) & (n < INF), lambda _: f"num_items={num_items}")
     if reduction in ("mean", "sample_mean"):
         _check(a, lambda a: a >= 0, lambda i: f"no {reduction!r} takes a negative token weight, "
                                               f"here {a.reshape(-1)[i].item()} at token {i}")
@@ -95,7 +97,7 @@ def token_weights(
             w = w / divisor.clamp(min=1)  # a count of 0 keeps nothing: no 0/0
         else:
             w = (w / divisor).to(w.dtype).masked_fill((a == 0) | (divisor == 0), 0.0)
-            w = w.masked_fill((a < 0) | (divisor < 0), NAN)
+            w = w.masked_fill((a < 0) | (divisor < 0) | (divisor == INF), NAN)
     return w if cu_seqlens is None else torch.where(_segments(cu_seqlens, a)[1], w, NAN)
 
 
@@ -121,14 +123,18 @@ def _countable(keep: Tensor) -> Tensor:
         raise TypeError(f"a mask must be a real tensor, got {getattr(keep, 'dtype', type(keep))}")
     if keep.requires_grad:
         raise ValueError(f"a mask must not require grad, got {keep!r}")
-    return keep.to(_accumulator(keep.dtype)) if keep.is_floating_point() else keep
+    if keep.dtype == torch.bool:
+        return keep
+    # contiguous, so that a sum adds in the same order however the mask lies in memory
+    return keep.to(_accumulator(keep.dtype) if keep.is_floating_point() else torch.int64).contiguous()
 
 
 def _sample_sums(a: Tensor, cu_seqlens):
     """-> the sum of `a` in each sample, and a function that hands each token its sample's value."""
     if cu_seqlens is None:  # a sample is an index of the first dimension, or the whole of a 1-D one
         shape = (a.shape[0] if a.dim() > 1 else 1, *[1] * (a.dim() - 1))
-        sums = a.reshape(shape[0], a.numel() // max(shape[0], 1)).sum(1)
+        sums = a.reshape(shape[0], a.numel() // max(shape[0], 1))
+        sums = sums.sum(1, dtype=torch.float64 if a.is_floating_point() else None)
         return sums, lambda x: x.view(shape) if a.dim() else x[0]
     segment, valid = _segments(cu_seqlens, a)
     # float64 counts exactly; segment_reduce adds in a fixed order (index_add_ does not).
@@ -142,20 +148,26 @@ def _segments(cu_seqlens: Tensor, tokens: Tensor):
     """-> the segment of each flattened token, and a 0-dim bool: do cu_seqlens rise from 0 to N?"""
     n = tokens.numel()
     _expect("cu_seqlens", cu_seqlens, (None,), tokens.device, INTS)
-    if len(cu_seqlens) < 2:
+    if len(cu_seqlens) < 2 and n:
         raise ValueError(f"cu_seqlens must be (samples + 1,), got {tuple(cu_seqlens.shape)}")
     ok = torch.cat([cu_seqlens[:1] == 0, cu_seqlens[1:] >= cu_seqlens[:-1], cu_seqlens[-1:] == n])
     _check(ok, lambda ok: ok, lambda i: f"cu_seqlens must rise from 0 to the {n} tokens; position "
            f"{min(i, len(cu_seqlens) - 1)} of {cu_seqlens.tolist()} does not")
     position = torch.arange(n, device=tokens.device, dtype=cu_seqlens.dtype)
     segment = torch.searchsorted(cu_seqlens[1:].cummax(0)[0], position, right=True)
-    return segment.clamp(max=len(cu_seqlens) - 2), ok.all()
+    return segment.clamp(max=max(len(cu_seqlens) - 2, 0)), ok.all()
 
 
 def _sum_over(x: Tensor, group) -> Tensor:
-    if group is not None:
+    if _group(group) is not None:
         torch.distributed.all_reduce(x, group=group)
     return x
+
+
+def _group(group):
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(f"a group must be a ProcessGroup that this rank is in, got {group!r}")
+    return group
 
 
 # ------------------------------------------------------------------ row statistics and gradient
@@ -208,7 +220,7 @@ def _finite(m: Tensor) -> Tensor:
 
 def _selected(x: Tensor, w: Tensor, softcap=0.0, temperature=1.0) -> Tensor:
     """Rows of weight 0 become zeros; then softcap and temperature. 2R 2W"""
-    x = torch.where((w != 0)[:, None], x, 0.0).to(_accumulator(x.dtype))
+    x = torch.where((w != 0)[:, None], x, 0.0).to(_accumulator(x.dtype)).contiguous()
     return (softcap * torch.tanh(x / softcap) if softcap else x) / temperature
 
 
@@ -295,7 +307,8 @@ def row_statistics(logits, target, w, o: Options, shard=shard_statistics):
 
 
 def row_gradient(logits, target, w, upstream, stats, o: Options, out=None) -> Tensor:  # (n, V)
-    """w * upstream * dl/dlogits, rounded once, 0 where w is. `out` may be the logits themselves."""
+    """c * dl/dlogits, c = w * upstream, rounded once, 0 where c is. `out` may be the logits."""
+    c = w if upstream is None else torch.where(w != 0, w * upstream, 0.0)
     loss, m, s, tm, ts = stats[:, :, None]
     z = _selected(logits, w, o.softcap, o.temperature)
     p = (z - m).exp() / s  # 3R 3W
@@ -306,9 +319,11 @@ def row_gradient(logits, target, w, upstream, stats, o: Options, out=None) -> Te
     else:  # softmax - 1 before anything is rounded: 3R 3W
         grad = p * (mass + 2 * o.z_loss * (m + s.log()) if o.z_loss else mass) - q / whole
     if o.softcap:
-        grad = grad * (1 - (z * o.temperature / o.softcap) ** 2)  # 4R 4W
-    grad = grad * ((w if upstream is None else w * upstream) / o.temperature)[:, None]  # 1R 1W
-    grad = torch.where((w != 0)[:, None], grad, 0.0).to(logits.dtype)  # 2R 2W
+        # 1 - tanh^2, from the logit: from tanh nothing would be left of it near 1. 6R 6W
+        e = (-2 / o.softcap * _selected(logits, w).abs()).exp()
+        grad = grad * (4 * e / (1 + e) ** 2)
+    grad = grad * (c / o.temperature)[:, None]  # 1R 1W
+    grad = torch.where((c != 0)[:, None], grad, 0.0).to(logits.dtype)  # 2R 2W
     return grad if out is None else out.copy_(grad)
 
 
@@ -340,6 +355,7 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
     half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
     needs = [need and (o.early or not forward) for need in o.needs]
     (need_hidden, need_weight, need_bias), group = needs, o.shard(V)[0]
+    scale = HALF_SCALE * min(o.temperature, 1.0)
 
     size, computed = o.chunk(N, weight, 1 + teacher), keep  # rows in a chunk, which are computed
     if o.skip == "chunks":
@@ -384,7 +400,8 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
             if padded:
                 at = to.clamp(max=N - 1)
             c = rows(coefficients, to)
-            void = (c == 0)[:, None] if padded or o.skip != "rows" else None  # computed, not kept
+            exact = o.skip == "rows" and not padded and forward  # every row here counts
+            void = None if exact else (c == 0)[:, None]
             h, z = head(hidden, at, void, *heads[:2], buffers[0])
             if start == 0:  # what follows was left until the first GEMM is on its way
                 peak = coefficients.abs().amax() if half and N else 1.0
@@ -394,18 +411,25 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
                                                dtype=acc if half or n > size else weight.dtype)
                 grad_bias = w.new_empty(1, V if need_bias else 0)
             t = head(target, at, void, *heads[2:], buffers[1])[1] if teacher else rows(target, at)
-            flat = torch.where(c != 0, HALF_SCALE, 0.0).to(acc) if half else c  # c in the buffer
-            if forward:
-                *part, g = kernels.row_pass(z, t, c, flat if any(needs) else None, o, z)
-                parts.append(part)
+            flat = c if any(needs) else None  # the coefficient in the buffer
+            if forward and not half:
+                *part, g = kernels.row_pass(z, t, c, flat, o, z)
             else:
-                g = kernels.row_gradient(z, t, flat, None, stats[:, at].contiguous(), o, z)
+                saved = None if forward else stats[:, at].contiguous()
+                part = kernels.row_statistics(z, t, c, o) if forward else (None, saved)
+                if half:  # times what an entry can exceed 1 by, so that the buffer does not overflow
+                    loss, m, s = part[1][:3]
+                    excess = loss if o.divergence == "reverse_kl" else o.z_loss * (m + s.log())
+                    bound = (1 + 2 * excess.abs()).clamp(max=1e30)
+                    flat, c = torch.where(c != 0, scale / bound, 0.0).to(acc), c * bound
+                g = kernels.row_gradient(z, t, flat, None, part[1], o, z) if any(needs) else None
+            parts.append(part)
             if need_hidden:
                 direct = index is None and group is None
                 d = grad_hidden[to] if direct else h.new_empty(
                     h.shape, dtype=acc if half or group is not None else hidden.dtype)
                 d = _sum_over(gemm(d, g, heads[0]), group)
-                d = d.mul_((c / HALF_SCALE)[:, None]) if half else d
+                d = d.mul_((c / scale)[:, None]) if half else d
                 d = d if void is None else d.masked_fill_(void, 0.0)
                 if index is not None:
                     grad_hidden.index_copy_(0, to, d.to(grad_hidden.dtype))
@@ -418,7 +442,7 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
             if need_bias:
                 gemm(grad_bias, share.t(), g, add=start > 0)
     if half:
-        grad_weight, grad_bias = (x.mul_(peak / HALF_SCALE) for x in (grad_weight, grad_bias))
+        grad_weight, grad_bias = (x.mul_(peak / scale) for x in (grad_weight, grad_bias))
     grads = grad_hidden[:N], grad_weight if half else grad_weight.to(weight.dtype), grad_bias[0]
     if not forward:
         return None, None, None, *grads
@@ -429,7 +453,7 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
     elif index is not None:
         loss = filled(N + padded, dtype=acc).index_copy_(0, index, loss)[:N].clone()
         stats = w.new_zeros(5, N + padded).index_copy_(1, index, stats)[:, :N].contiguous()
-    return loss, stats, torch.tensor([n]), *grads
+    return loss, stats, torch.tensor([n], device="cpu"), *grads
 
 
 # --------------------------------------------------------------------------------------- autograd
@@ -448,7 +472,7 @@ def loss_pass(kernels, o: Options, *tensors):
         return None, None, None, kernels.row_gradient(x, target, w, upstream, stats, o), *unused
     losses, stats, grad = kernels.row_pass(x, target, w, w if o.early else None, o)
     grad = x.new_empty(0, 0) if grad is None else grad
-    return losses if o.per_token else losses.sum(), stats, torch.tensor([0]), grad, *unused
+    return losses if o.per_token else losses.sum(), stats, torch.tensor([0], device="cpu"), grad, *unused
 
 
 def loss_setup(ctx, tensors, o: Options, output):
@@ -550,6 +574,7 @@ class MaskedCrossEntropy:
 
     row_statistics = staticmethod(row_statistics)
     row_gradient = staticmethod(row_gradient)
+    instance = "_reference"
     fused = ()  # dtypes of given logits whose gradient row_pass makes together with the loss
 
     def __init__(self):
@@ -564,9 +589,12 @@ class MaskedCrossEntropy:
     def gradients(self, o, *tensors):
         return loss_pass(self, o, *tensors)[3:]
 
+    def __reduce__(self):  # pickled by name: there is one a module
+        return self.instance
+
     def scaled(self, ctx, grad, upstream, dtype):
-        """A gradient that was made in forward, times the upstream one."""
-        return (grad.to(_accumulator(grad.dtype)) * upstream).to(dtype)
+        """A gradient that was made in forward, times the upstream one; 0 stays 0 even times inf."""
+        return torch.where(grad == 0, 0.0, grad.to(_accumulator(grad.dtype)) * upstream).to(dtype)
 
     def masked_cross_entropy(
         self, logits: Tensor,  # (..., V)
@@ -675,6 +703,8 @@ class MaskedCrossEntropy:
             raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={skip!r}")
         if labels:
             _expect("target", target, shape, device, INTS)
+            limits = torch.iinfo(target.dtype)
+            _number("ignore_index", ignore_index, lambda i: limits.min <= i <= limits.max, int)
         elif not linear:
             _expect("target", target, x.shape, device)
         if linear:
@@ -699,7 +729,7 @@ class MaskedCrossEntropy:
             float(_number("softcap", softcap, lambda x: 0 < x < INF, none=0)),
             float(_number("teacher_softcap", teacher_softcap, lambda x: 0 < x < INF, none=0)),
             float(_number("temperature", temperature, lambda x: 0 < x < INF)),
-            "" if vocab_group is None else vocab_group.group_name,
+            "" if _group(vocab_group) is None else vocab_group.group_name,
             per_token=reduction == "none", early=reduction != "none" and any(needs) and fused,
             needs=needs, skip=skip, dtype=dtype, retain_graph=retain_graph,
             chunk_size=_number("chunk_size", chunk_size, lambda x: x >= 1, int, none=0),
@@ -715,6 +745,7 @@ class MaskedCrossEntropy:
         a = a.masked_fill(target == ignore_index, 0) if labels and loss_mask is not None else a
         a = a.double() if x.dtype == torch.float64 else a
         w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
+        w = w.to(_accumulator(x.dtype))
         if labels:
             V = o.shard(len(weight) if linear else x.shape[-1])[2]
             _check(target, lambda y: (w == 0) | ((0 <= y) & (y < V)), lambda i: f"label "
@@ -722,6 +753,7 @@ class MaskedCrossEntropy:
         target = target.reshape(-1) if labels else target.detach().reshape(-1, target.shape[-1])
         teacher = [None if y is None else y.detach() for y in (teacher_weight, teacher_bias)]
         x, w = x.reshape(-1, x.shape[-1]), w.reshape(-1)
+        x = x.contiguous() if linear else x
         loss = self.loss(x, weight, bias, target, *teacher, w, o)[0]
         return loss.view(shape) if reduction == "none" else loss
 

@@ -147,7 +147,8 @@ def _gradient_block(
     TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr,
 ):
     """Stores c * dl/dlogits of some columns, rounded here and nowhere before."""
-    z = _load(logits, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, "evict_first")
+    logit = _load(logits, columns, V, MASKED, ACC, 0.0, 1.0, "evict_first")
+    z = _transformed(logit, SOFTCAP, TEMPERATURE)
     below = z - m
     p = tl.exp(below) * (1.0 / s)
     if TARGET == "labels" or TARGET == "smoothed":
@@ -161,13 +162,13 @@ def _gradient_block(
         t = _target(target, columns, column, V, MASKED, ACC, TARGET, 0.0, 0.0, TEACHER_SOFTCAP,
                     TEMPERATURE, "evict_first")
         if DIVERGENCE == "reverse_kl":
-            log_q = t - (tm + tl.log(ts)) if TARGET == "logits" else tl.log(t)
+            log_q = (t - tm) - tl.log(ts) if TARGET == "logits" else tl.log(t)
             grad = tl.where(p != 0, p * (below - log_q - (tl.log(s) + x)), 0.0)
         else:
             grad = p - tl.exp(t - tm) * (1.0 / ts) if TARGET == "logits" else p * ts - t
     if SOFTCAP > 0.0:
-        tanh = z * (TEMPERATURE / SOFTCAP)
-        grad *= 1.0 - tanh * tanh
+        e = tl.exp(-2.0 * tl.abs(logit / SOFTCAP))  # 1 - tanh^2, from tanh, would cancel near 1
+        grad *= 4.0 * e / ((1.0 + e) * (1.0 + e))
     grad = (grad * (c / TEMPERATURE)).to(out.dtype.element_ty)
     if MASKED:
         tl.store(out + columns, grad, mask=columns < V)
@@ -302,14 +303,14 @@ def _gradient_kernel(
     columns = start + tl.arange(0, BLOCK)
     out_ptr += row * out_stride
     w = tl.load(w_ptr + row)
-    if w == 0:
+    c = w * tl.load(upstream_ptr + row * upstream_stride) if UPSTREAM else w
+    if (w == 0) | (c == 0):
         tl.store(out_ptr + columns, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=columns < V)
         return
     logits_ptr += row * logits_stride
     target_ptr += row * target_stride
     LABEL: tl.constexpr = TARGET == "labels" or TARGET == "smoothed"
     column = tl.load(target_ptr).to(tl.int64) - first if LABEL else 0
-    c = w * tl.load(upstream_ptr + row * upstream_stride) if UPSTREAM else w
     x = tl.load(stats_ptr + row)
     m = tl.load(stats_ptr + N + row)
     s = tl.load(stats_ptr + 2 * N + row)
@@ -339,8 +340,9 @@ def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, ACC: 
             return
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < n)
-        tl.store(out_ptr + at, (x.to(ACC) * upstream).to(out_ptr.dtype.element_ty), mask=at < n)
+        x = tl.load(x_ptr + at, mask=at < n).to(ACC)
+        x = tl.where(x == 0, x, x * upstream)  # a masked row stays 0, even times inf
+        tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
 # --------------------------------------------------------------------------------------- launches
@@ -417,6 +419,7 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
     """The reference's front door over the kernels; under torch.compile over the custom ops."""
 
     # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
+    instance = "_triton"
     fused = (torch.bfloat16, torch.float32, torch.float64)
 
     def __init__(self):
@@ -501,7 +504,7 @@ def _fake_loss(o, x, weight, *args):
     w, stats = args[4], weight is None or o.per_token
     forward = o if o.early else o._replace(needs=(False,) * 3)
     return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w) if stats else 0),
-            torch.empty(1, dtype=torch.int64), *_fake_gradients(forward, x, weight, *args))
+            torch.empty(1, dtype=torch.int64, device="cpu"), *_fake_gradients(forward, x, weight, *args))
 
 
 def _setup(ctx, inputs, output):
