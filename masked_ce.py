@@ -126,7 +126,8 @@ def _countable(keep: Tensor) -> Tensor:
     if keep.dtype == torch.bool:
         return keep
     # contiguous, so that a sum adds in the same order however the mask lies in memory
-    return keep.to(_accumulator(keep.dtype) if keep.is_floating_point() else torch.int64).contiguous()
+    dtype = _accumulator(keep.dtype) if keep.is_floating_point() else torch.int64
+    return keep.to(dtype).contiguous()
 
 
 def _sample_sums(a: Tensor, cu_seqlens):
@@ -237,7 +238,8 @@ def _target(target, z, w, o: Options, tm=None):
         q = q + o.label_smoothing / vocab_size
     else:
         q = _selected(target, w)
-    return q, q.log(), torch.zeros_like(z[:, :1])
+    log_q = None if o.divergence == "cross_entropy" else q.log()
+    return q, log_q, torch.zeros_like(z[:, :1])
 
 
 def shard_statistics(logits, target, w, o: Options) -> Tensor:  # (n, V), ..., (n,) -> (5, n)
@@ -417,10 +419,11 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
             else:
                 saved = None if forward else stats[:, at].contiguous()
                 part = kernels.row_statistics(z, t, c, o) if forward else (None, saved)
-                if half:  # times what an entry can exceed 1 by, so that the buffer does not overflow
+                if half:  # over the factor by which an entry can exceed 1: no overflow
                     loss, m, s = part[1][:3]
                     excess = loss if o.divergence == "reverse_kl" else o.z_loss * (m + s.log())
                     bound = (1 + 2 * excess.abs()).clamp(max=1e30)
+                    bound = torch.where(c != 0, bound, 1.0)
                     flat, c = torch.where(c != 0, scale / bound, 0.0).to(acc), c * bound
                 g = kernels.row_gradient(z, t, flat, None, part[1], o, z) if any(needs) else None
             parts.append(part)
@@ -472,7 +475,8 @@ def loss_pass(kernels, o: Options, *tensors):
         return None, None, None, kernels.row_gradient(x, target, w, upstream, stats, o), *unused
     losses, stats, grad = kernels.row_pass(x, target, w, w if o.early else None, o)
     grad = x.new_empty(0, 0) if grad is None else grad
-    return losses if o.per_token else losses.sum(), stats, torch.tensor([0], device="cpu"), grad, *unused
+    loss, count = losses if o.per_token else losses.sum(), torch.tensor([0], device="cpu")
+    return loss, stats, count, grad, *unused
 
 
 def loss_setup(ctx, tensors, o: Options, output):

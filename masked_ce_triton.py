@@ -76,7 +76,8 @@ def _target(row, columns, column, V, MASKED: tl.constexpr, ACC: tl.constexpr, TA
     if TARGET == "logits":
         t = _load(row, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, EVICT)
     elif TARGET == "probabilities":
-        t = tl.load(row + columns, mask=columns < V, other=0.0, eviction_policy=EVICT).to(ACC)
+        # + 0.0: on the sum of a bare load Triton 3.6's OptimizeThreadLocality pass fails to compile.
+        t = tl.load(row + columns, mask=columns < V, other=0.0, eviction_policy=EVICT).to(ACC) + 0.0
     else:  # the constants meet a tensor of type ACC, or they would be float32
         t = tl.where(columns == column, 1.0, 0.0).to(ACC) * (1.0 - SMOOTHING) + SMOOTH_EACH
         t = tl.where(columns < V, t, 0.0)
@@ -237,9 +238,11 @@ def _statistics_kernel(
     row_m = tl.max(m, 0)
     row_tm = tl.max(tm, 0)
     x, s, ts = _moved(x, m, s, tm, ts, row_m, row_tm, TARGET, DIVERGENCE)
-    x = tl.sum(x, 0)
-    s = tl.sum(s, 0)
-    ts = tl.sum(ts, 0)
+    # Reverse KL is the small difference of x / s and log s.
+    WIDE: tl.constexpr = tl.float64 if DIVERGENCE == "reverse_kl" else ACC
+    x = tl.sum(x.to(WIDE), 0)
+    s = tl.sum(s.to(WIDE), 0)
+    ts = tl.sum(ts.to(WIDE), 0)
     if TARGET == "labels":
         here = (column >= 0) & (column < V)
         z = tl.load(logits_ptr + column, mask=here, other=0.0).to(ACC)
@@ -261,6 +264,9 @@ def _statistics_kernel(
             x = tl.where(known, x, float("nan"))
             s = tl.where(known, s, float("nan"))  # takes it to the gradient
         tl.store(loss_ptr + row, w * x)
+    x = x.to(ACC)
+    s = s.to(ACC)
+    ts = ts.to(ACC)
     tl.store(stats_ptr + row, x)
     tl.store(stats_ptr + N + row, row_m)
     tl.store(stats_ptr + 2 * N + row, s)
@@ -504,7 +510,8 @@ def _fake_loss(o, x, weight, *args):
     w, stats = args[4], weight is None or o.per_token
     forward = o if o.early else o._replace(needs=(False,) * 3)
     return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w) if stats else 0),
-            torch.empty(1, dtype=torch.int64, device="cpu"), *_fake_gradients(forward, x, weight, *args))
+            torch.empty(1, dtype=torch.int64, device="cpu"),
+            *_fake_gradients(forward, x, weight, *args))
 
 
 def _setup(ctx, inputs, output):
