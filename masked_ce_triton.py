@@ -76,7 +76,7 @@ def _target(row, columns, column, V, MASKED: tl.constexpr, ACC: tl.constexpr, TA
     if TARGET == "logits":
         t = _load(row, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, EVICT)
     elif TARGET == "probabilities":
-        # + 0.0: on the sum of a bare load Triton 3.6's OptimizeThreadLocality pass fails to compile.
+        # + 0.0: on the sum of a bare load, Triton 3.6's OptimizeThreadLocality pass fails.
         t = tl.load(row + columns, mask=columns < V, other=0.0, eviction_policy=EVICT).to(ACC) + 0.0
     else:  # the constants meet a tensor of type ACC, or they would be float32
         t = tl.where(columns == column, 1.0, 0.0).to(ACC) * (1.0 - SMOOTHING) + SMOOTH_EACH

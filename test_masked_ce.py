@@ -5,9 +5,11 @@ interpreter needs milliseconds a row: sizes are small, and comments say why they
 Functions of `r` run on both files in 2 or 4 ranks: gloo on CPU, and NCCL where there are two GPUs.
 """
 import copy
+import doctest
 import functools
 import importlib
 import os
+import pickle
 import re
 import shutil
 import sys
@@ -477,6 +479,38 @@ def test_fault_18_nothing_allocated_for_a_frozen_weight(api, reduction):
     used = [getattr(e, f"{'device' if DEVICE == 'cuda' else 'cpu'}_memory_usage")
             for e in profile.events()]
     assert x.numel() * 4 <= max(used) < W.numel() * 4
+
+
+def test_a_teacher_with_an_offset_and_a_student_that_saturates(api):
+    z, teacher = leaf([[0, 0]]), tensor([[1e8, 1e8]])  # log of the teacher's sum lost beside 1e8
+    api.masked_cross_entropy_from_distribution(
+        z, teacher, target_format="logits", divergence="reverse_kl").backward()
+    assert (z.grad == 0).all()
+    z = leaf([[240, 225, 270]])  # 1 - tanh^2, taken from tanh, has no bit left here
+    api.masked_cross_entropy(z, tensor([0]), softcap=30.0).backward()
+    right = tensor([[-3.00094e-7, 4.07866e-7, 2.03068e-8]], dtype=DOUBLE)
+    assert ((z.grad - right).abs() <= 1e-4 * right.abs()).all()
+
+
+@pytest.mark.parametrize("h, right, o", [  # rows that exceed 1 by far, in the half buffer
+    ([0, 1], [-333.25, 333.25], dict(temperature=0.003)), ([200, 0], [400, 0], dict(z_loss=1.0))])
+def test_float16_rows_beyond_1(api, h, right, o):
+    h, eye = tensor([h], dtype=HALF).requires_grad_(), torch.eye(2, device=DEVICE, dtype=HALF)
+    api.masked_linear_cross_entropy(h, eye, tensor([0]), **o).backward()
+    assert h.grad.tolist() == [right]
+
+
+def test_weights_beyond_float32_and_of_float64(api):
+    z, y = torch.zeros(2, 2, device=DEVICE, dtype=BFLOAT, requires_grad=True), tensor([0, 1])
+    assert api.masked_cross_entropy(z, y, tensor([3e38, 3e38])).isnan()  # not 0: their sum is inf
+    loss = api.masked_cross_entropy(z, y, torch.ones(2, dtype=DOUBLE, device=DEVICE))
+    loss.backward()
+    assert loss.dtype == FLOAT and z.grad.tolist() == [[-0.25, 0.25], [0.25, -0.25]]
+    assert pickle.loads(pickle.dumps(api.masked_cross_entropy)) == api.masked_cross_entropy
+
+
+def test_examples():
+    assert doctest.testmod(masked_ce).failed == 0 < doctest.testmod(masked_ce).attempted
 
 
 # --------------------------------------------------------------------- weights, host syncs, dtypes
