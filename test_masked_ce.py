@@ -900,3 +900,17 @@ def test_readme(api):
     for line in BLOCKS["linear"].splitlines():
         assert count_syncs(lambda: exec(line, names)) == int(re.search(r"# (\d)", line)[1])
         close(names.pop("loss"), right)
+
+
+def test_readme_instead_of_this_write_that(api):
+    mask = torch.arange(10, device=DEVICE).view(2, 5) % 3 > 0
+    logits, teacher, labels = *torch.randn(2, 2, 5, 7, device=DEVICE), tensor([[1, 6, 0, 2, 3]] * 2)
+    names = vars(api) | dict(
+        F=F, logits=logits, teacher=teacher, mask=mask, labels=labels.where(mask, IGN),
+        hidden=torch.randn(2, 5, 4, device=DEVICE), weight=torch.randn(7, 4, device=DEVICE),
+        advantage=torch.linspace(-1, 1, 5, device=DEVICE),
+        token_loss=F.cross_entropy(logits.mT, labels, reduction="none"))
+    rows = re.findall(r"^\| `(\S*F\.[^`]+|\(token[^`]+)` \| `([^`]+)` \|$", README, re.MULTILINE)
+    assert len(rows) == 5  # the rest are calls of packages that requirements.txt does not name
+    for old, new in rows:
+        close(eval(new, names), eval(old, names).item(), 1e-6)
