@@ -81,9 +81,11 @@ def token_weights(
         if not isinstance(num_items, Tensor):
             _number("num_items", num_items, lambda n: 0 <= n < INF)
             divisor = w.new_full((), num_items)  # a fill on the device, where tensor() would copy
-        if divisor.dim() or divisor.requires_grad or divisor.dtype in (torch.bool, torch.complex64):
+        odd = divisor.dtype == torch.bool or divisor.is_complex()
+        if divisor.dim() or divisor.requires_grad or odd:
             raise ValueError(f"num_items must be a 0-dim number without grad, got {num_items!r}")
-        _check(divisor, lambda n: (n >= 0) & (n < INF), lambda _: f"num_items={num_items}")
+        _check(divisor, lambda n: (n >= 0) & (n < INF),
+               lambda _: f"num_items={num_items} is out of range")
     if reduction in ("mean", "sample_mean"):
         _check(a, lambda a: a >= 0, lambda i: f"no {reduction!r} takes a negative token weight, "
                                               f"here {a.reshape(-1)[i].item()} at token {i}")

@@ -424,8 +424,8 @@ def _scaled(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
 class TritonCrossEntropy(reference.MaskedCrossEntropy):
     """The reference's front door over the kernels; under torch.compile over the custom ops."""
 
-    # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
     instance = "_triton"
+    # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
     fused = (torch.bfloat16, torch.float32, torch.float64)
 
     def __init__(self):
