@@ -15,6 +15,7 @@ Symbols  N tokens, V vocabulary, H hidden size; a_i token weight (the mask), w_i
 Counts   "2R 1W" beside a step: it reads N*V elements twice and writes them once
 Order    weights; row statistics and gradient; the chunked linear path; autograd; the front door
 """
+from functools import lru_cache
 from typing import NamedTuple, Optional, Tuple
 
 import torch
@@ -150,7 +151,7 @@ def _sample_sums(a: Tensor, cu_seqlens):
 def _segments(cu_seqlens: Tensor, tokens: Tensor):
     """-> the segment of each flattened token, and a 0-dim bool: do cu_seqlens rise from 0 to N?"""
     n = tokens.numel()
-    _expect("cu_seqlens", cu_seqlens, (None,), tokens.device, INTS)
+    _expect("cu_seqlens", _meta(cu_seqlens), (None,), tokens.device, INTS)
     if len(cu_seqlens) < 2 and n:
         raise ValueError(f"cu_seqlens must be (samples + 1,), got {tuple(cu_seqlens.shape)}")
     ok = torch.cat([cu_seqlens[:1] == 0, cu_seqlens[1:] >= cu_seqlens[:-1], cu_seqlens[-1:] == n])
@@ -355,29 +356,31 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
 
     -> loss, stats (5, N), count, and grad_hidden, grad_weight, grad_bias, empty where not wanted.
     """
-    (N, H), V, acc, forward, keep = hidden.shape, len(weight), w.dtype, stats is None, w != 0
+    (N, H), V, acc, forward = hidden.shape, len(weight), w.dtype, stats is None
     half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
     needs = [need and (o.early or not forward) for need in o.needs]
     (need_hidden, need_weight, need_bias), group = needs, o.shard(V)[0]
     scale = HALF_SCALE * min(o.temperature, 1.0)
+    coefficients = w if forward else torch.where(w != 0, w * upstream, 0.0)
 
-    size, computed = o.chunk(N, weight, 1 + teacher), keep  # rows in a chunk, which are computed
-    if o.skip == "chunks":
-        chunks = pad(keep, (0, -N % size)).view(-1, size)
-        computed = chunks.any(1, keepdim=True).expand_as(chunks).reshape(-1)[:N]
-    n = min(max(o.max_kept, 1), N) if padded else N  # how many: one at least, to be NaN
-    if count is not None:
-        n = count.tolist()[0]  # backward takes forward's rows without another look
-    elif o.skip != "none" and not padded:
-        n = int(computed.sum())  # the one host sync
-    if o.skip == "rows":
-        size = o.chunk(n, weight, 1 + teacher)
-    index, coefficients, fill = None, w if forward else torch.where(keep, w * upstream, 0.0), 0.0
-    if padded or n < N:  # max_kept's padding points one past the end, where results have a row
-        index = torch.nonzero_static(computed, size=n, fill_value=N)[:, 0]
-    if padded:  # more kept rows than max_kept: NaN everywhere instead of a silent drop
-        fill = torch.where(keep.sum() > o.max_kept, NAN, 0.0).to(acc)
-        coefficients = pad(coefficients + fill, (0, 1))
+    n, size, index, fill = N, o.chunk(N, weight, 1 + teacher), None, 0.0  # n rows are computed
+    if o.skip != "none":
+        keep = w
+        if o.skip == "chunks":
+            chunks = pad(w != 0, (0, -N % size)).view(-1, size)
+            keep = chunks.any(1, keepdim=True).expand_as(chunks).reshape(-1)[:N]
+        index, kept = kernels.kept(keep)
+        if padded:  # more kept rows than max_kept: NaN everywhere instead of a silent drop
+            n = min(max(o.max_kept, 1), N)  # one row at least, to be NaN
+            fill = torch.where(kept > o.max_kept, NAN, 0.0).to(acc)
+            coefficients = pad(coefficients + fill, (0, 1))
+        elif count is None:
+            n = int(kept)  # the one host sync
+        else:
+            n = count.tolist()[0]  # backward takes forward's rows without another look
+        index = index[:n] if padded or n < N else None  # padding points one past the end
+        size = o.chunk(n, weight, 1 + teacher) if o.skip == "rows" else size
+    every = forward and o.skip == "rows" and not padded  # every computed row counts
 
     def filled(*shape, dtype):
         if padded:
@@ -403,10 +406,10 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
             to = at = slice(start, start + size) if index is None else index[start : start + size]
             if padded:
                 at = to.clamp(max=N - 1)
-            c = rows(coefficients, to)
-            exact = o.skip == "rows" and not padded and forward  # every row here counts
-            void = None if exact else (c == 0)[:, None]
+            c = None if every else rows(coefficients, to)
+            void = None if every else (c == 0)[:, None]
             h, z = head(hidden, at, void, *heads[:2], buffers[0])
+            c = rows(coefficients, to) if every else c
             if start == 0:  # what follows was left until the first GEMM is on its way
                 peak = coefficients.abs().amax() if half and N else 1.0
                 grad_hidden = filled(N + padded if need_hidden else 0, H,
@@ -415,12 +418,12 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
                                                dtype=acc if half or n > size else weight.dtype)
                 grad_bias = w.new_empty(1, V if need_bias else 0)
             t = head(target, at, void, *heads[2:], buffers[1])[1] if teacher else rows(target, at)
-            flat = c if any(needs) else None  # the coefficient in the buffer
             if forward and not half:
-                *part, g = kernels.row_pass(z, t, c, flat, o, z)
+                *part, g = kernels.row_pass(z, t, c, any(needs), o, z)
             else:
                 saved = None if forward else stats[:, at].contiguous()
                 part = kernels.row_statistics(z, t, c, o) if forward else (None, saved)
+                flat = c  # the coefficient in the buffer
                 if half:  # over the factor by which an entry can exceed 1: no overflow
                     loss, m, s = part[1][:3]
                     excess = loss if o.divergence == "reverse_kl" else o.z_loss * (m + s.log())
@@ -475,7 +478,7 @@ def loss_pass(kernels, o: Options, *tensors):
     if saved:
         upstream, stats = saved[0].expand(len(w)), saved[1]
         return None, None, None, kernels.row_gradient(x, target, w, upstream, stats, o), *unused
-    losses, stats, grad = kernels.row_pass(x, target, w, w if o.early else None, o)
+    losses, stats, grad = kernels.row_pass(x, target, w, o.early, o)
     grad = x.new_empty(0, 0) if grad is None else grad
     loss, count = losses if o.per_token else losses.sum(), torch.tensor([0], device="cpu")
     return loss, stats, count, grad, *unused
@@ -530,11 +533,26 @@ def loss_function(kernels):
 
 
 # -------------------------------------------------------------------------------------- front door
+class Meta(NamedTuple):
+    """What the checks may see of a tensor: hashable, so that a call like an earlier one skips them
+    (they took a third of the host's time before the first kernel)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+def _meta(x):
+    return Meta(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else x
+
+
 def _expect(name, x, shape, device=None, dtypes=FLOATS) -> None:
-    """TypeError or ValueError unless x is such a tensor. In shape, None is any size but 0."""
-    if not isinstance(x, Tensor) or x.dtype not in dtypes:
+    """TypeError or ValueError unless x is such a Meta. In shape, None is any size but 0."""
+    if not isinstance(x, Meta) or x.dtype not in dtypes:
         raise TypeError(f"{name} must be a tensor of {dtypes}, got {getattr(x, 'dtype', type(x))}")
-    if x.dim() != len(shape) or any(not n if m is None else n != m for n, m in zip(x.shape, shape)):
+    sizes = zip(x.shape, shape)
+    if len(x.shape) != len(shape) or any(not n if m is None else n != m for n, m in sizes):
         raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(x.shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, got {x.device}")
@@ -565,6 +583,60 @@ def _check(x: Tensor, valid, message) -> None:
             raise ValueError(message(int((~ok).flatten().nonzero()[0])))
 
 
+def _options(
+    linear, fused, grad_mode, autocast, x, target, loss_mask, weight, bias, teacher_weight,
+    teacher_bias, reduction, softcap, temperature, target_format, divergence, ignore_index,
+    label_smoothing, z_loss, teacher_softcap, vocab_group, chunk_size, skip, max_kept, retain_graph,
+) -> Options:
+    """Checks all that needs no look at a value. Tensors come as Meta."""
+    labels, shape = target_format == "labels", getattr(x, "shape", ())[:-1]
+    _expect("hidden" if linear else "logits", x, (*shape, None))
+    _choice("divergence", divergence, ("cross_entropy", "forward_kl", "reverse_kl"))
+    _choice("skip", skip, ("rows", "chunks", "none"))
+    if max_kept is not None and skip != "rows":
+        raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={skip!r}")
+    dtype, device = x.dtype, x.device
+    if labels:
+        _expect("target", target, shape, device, INTS)
+        limits = torch.iinfo(target.dtype)
+        _number("ignore_index", ignore_index, lambda i: limits.min <= i <= limits.max, int)
+    elif not linear:
+        _expect("target", target, x.shape, device)
+    if linear:
+        dtypes = (dtype,) if autocast is None else FLOATS
+        if autocast is not None and dtype != torch.float64:
+            dtype = autocast
+        _expect("linear_weight", weight, (None, x.shape[-1]), device, dtypes)
+        vocab = weight.shape[0]
+        if not labels:
+            _expect("teacher_hidden", target, (*shape, None), device, dtypes)
+            _expect("teacher_weight", teacher_weight, (vocab, target.shape[-1]), device, dtypes)
+        for name, b in ("linear_bias", bias), ("teacher_bias", teacher_bias):
+            if b is not None:
+                _expect(name, b, (vocab,), device, dtypes)
+    mask = loss_mask if isinstance(loss_mask, Meta) else None  # what is no tensor fails later
+    if mask is not None and (mask.shape != shape or mask.device != device):
+        raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {device}, "
+                         f"got {tuple(mask.shape)} on {mask.device}")
+    needs = tuple(grad_mode and y is not None and y.requires_grad for y in (x, weight, bias))
+    fused = linear or dtype in fused
+    return Options(
+        target_format, divergence,
+        float(_number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1)),
+        float(_number("z_loss", z_loss, lambda x: 0 <= x < INF)),
+        float(_number("softcap", softcap, lambda x: 0 < x < INF, none=0)),
+        float(_number("teacher_softcap", teacher_softcap, lambda x: 0 < x < INF, none=0)),
+        float(_number("temperature", temperature, lambda x: 0 < x < INF)),
+        vocab_group, per_token=reduction == "none", needs=needs,
+        early=reduction != "none" and any(needs) and fused, skip=skip, dtype=dtype,
+        retain_graph=retain_graph,
+        chunk_size=_number("chunk_size", chunk_size, lambda x: x >= 1, int, none=0),
+        max_kept=_number("max_kept", max_kept, lambda x: x >= 0, int, none=-1))
+
+
+_checked = lru_cache(maxsize=1024, typed=True)(_options)  # typed: True is not 1 here
+
+
 class MaskedCrossEntropy:
     """The four losses over one set of row kernels; a subclass replaces the methods before them.
 
@@ -584,13 +656,21 @@ class MaskedCrossEntropy:
     fused = ()  # dtypes of given logits whose gradient row_pass makes together with the loss
 
     def __init__(self):
-        self.loss = loss_function(self)
+        self.function = loss_function(self)
 
-    def row_pass(self, logits, target, w, coefficient, o, out=None):
-        """Losses, statistics, and the gradient times `coefficient` unless that is None."""
+    def loss(self, *args):
+        return self.function(*args)
+
+    def row_pass(self, logits, target, w, gradient, o, out=None):
+        """Losses, statistics, and if asked for the gradient, in `out` if given."""
         losses, stats = self.row_statistics(logits, target, w, o)
-        return losses, stats, None if coefficient is None else self.row_gradient(
-            logits, target, coefficient, None, stats, o, out)
+        return losses, stats, self.row_gradient(
+            logits, target, w, None, stats, o, out) if gradient else None
+
+    def kept(self, keep):  # (N,) -> (N,), 0-dim, both int64
+        """The indices where `keep` is not 0, then N; and how many they are."""
+        index = torch.nonzero_static(keep, size=len(keep), fill_value=len(keep))[:, 0]
+        return index, (keep != 0).sum()
 
     def gradients(self, o, *tensors):
         return loss_pass(self, o, *tensors)[3:]
@@ -691,6 +771,17 @@ class MaskedCrossEntropy:
             target_format="logits", divergence=divergence, teacher_softcap=teacher_softcap,
             chunk_size=chunk_size, max_kept=max_kept, retain_graph=allow_retain_graph)
 
+    def weights(self, x, target, loss_mask, labels, ignore_index, reduction, cu_seqlens, num_items):
+        """w of each token, (n,). x tells the dtype of the math and, without labels, the shape."""
+        if loss_mask is not None:
+            a = _countable(loss_mask)
+            a = a.masked_fill(target == ignore_index, 0) if labels else a
+        else:
+            a = target != ignore_index if labels else x.new_ones(x.shape[:-1], dtype=torch.bool)
+        a = a.double() if x.dtype == torch.float64 else a
+        w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
+        return w.to(_accumulator(x.dtype)).reshape(-1)
+
     def _loss(
         self, x, target, loss_mask, reduction, cu_seqlens, num_items, softcap, temperature, *,
         heads=None, target_format="labels", divergence="cross_entropy", ignore_index=-100,
@@ -700,66 +791,33 @@ class MaskedCrossEntropy:
         """Checks, weights, the op. x are logits (..., V), or with heads hidden states (..., H)."""
         linear, labels = heads is not None, target_format == "labels"
         weight, bias, teacher_weight, teacher_bias = heads or (None,) * 4
-        shape = getattr(x, "shape", ())[:-1]
-        _expect("hidden" if linear else "logits", x, (*shape, None))
-        dtype, device, kind = x.dtype, x.device, x.device.type
-        _choice("divergence", divergence, ("cross_entropy", "forward_kl", "reverse_kl"))
-        _choice("skip", skip, ("rows", "chunks", "none"))
-        if max_kept is not None and skip != "rows":
-            raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={skip!r}")
+        compiling, autocast = torch.compiler.is_compiling(), None
+        if linear and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
+            autocast = torch.get_autocast_dtype(x.device.type)
+        args = (
+            linear, () if compiling else self.fused, torch.is_grad_enabled(), autocast,
+            *map(_meta, (x, target, loss_mask, weight, bias, teacher_weight, teacher_bias)),
+            reduction, softcap, temperature, target_format, divergence, ignore_index,
+            label_smoothing, z_loss, teacher_softcap,
+            "" if _group(vocab_group) is None else vocab_group.group_name, chunk_size, skip,
+            max_kept, retain_graph)
+        try:
+            o = (_options if compiling else _checked)(*args)
+        except TypeError:
+            o = _options(*args)  # an argument that has no hash: say which, and why it is wrong
+        w = self.weights(
+            x, target, loss_mask, labels, ignore_index, reduction, cu_seqlens, num_items)
+        shape = x.shape[:-1]
         if labels:
-            _expect("target", target, shape, device, INTS)
-            limits = torch.iinfo(target.dtype)
-            _number("ignore_index", ignore_index, lambda i: limits.min <= i <= limits.max, int)
-        elif not linear:
-            _expect("target", target, x.shape, device)
-        if linear:
-            dtypes = FLOATS if torch.is_autocast_enabled(kind) else (dtype,)
-            if dtypes == FLOATS and dtype != torch.float64:
-                dtype = torch.get_autocast_dtype(kind)
-            _expect("linear_weight", weight, (None, x.shape[-1]), device, dtypes)
-            V = len(weight)
-            if not labels:
-                _expect("teacher_hidden", target, (*shape, None), device, dtypes)
-                _expect("teacher_weight", teacher_weight, (V, target.shape[-1]), device, dtypes)
-            for name, b in ("linear_bias", bias), ("teacher_bias", teacher_bias):
-                if b is not None:
-                    _expect(name, b, (V,), device, dtypes)
-        needs = tuple(torch.is_grad_enabled() and y is not None and y.requires_grad
-                      for y in (x, weight, bias))
-        fused = linear or x.dtype in self.fused and not torch.compiler.is_compiling()
-        o = Options(
-            target_format, divergence,
-            float(_number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1)),
-            float(_number("z_loss", z_loss, lambda x: 0 <= x < INF)),
-            float(_number("softcap", softcap, lambda x: 0 < x < INF, none=0)),
-            float(_number("teacher_softcap", teacher_softcap, lambda x: 0 < x < INF, none=0)),
-            float(_number("temperature", temperature, lambda x: 0 < x < INF)),
-            "" if _group(vocab_group) is None else vocab_group.group_name,
-            per_token=reduction == "none", early=reduction != "none" and any(needs) and fused,
-            needs=needs, skip=skip, dtype=dtype, retain_graph=retain_graph,
-            chunk_size=_number("chunk_size", chunk_size, lambda x: x >= 1, int, none=0),
-            max_kept=_number("max_kept", max_kept, lambda x: x >= 0, int, none=-1))
-
-        if loss_mask is not None:
-            a = _countable(loss_mask)
+            target = target if target.dim() == 1 else target.reshape(-1)
+            vocab = o.shard(len(weight) if linear else x.shape[-1])[2]
+            _check(target, lambda y: (w == 0) | ((0 <= y) & (y < vocab)), lambda i: f"label "
+                   f"{target[i].item()} at token {i}, not in [0, {vocab}) or ignored")
         else:
-            a = target != ignore_index if labels else x.new_ones(shape, dtype=torch.bool)
-        if a.shape != shape or a.device != device:
-            raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {device}, "
-                             f"got {tuple(a.shape)} on {a.device}")
-        a = a.masked_fill(target == ignore_index, 0) if labels and loss_mask is not None else a
-        a = a.double() if x.dtype == torch.float64 else a
-        w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
-        w = w.to(_accumulator(x.dtype))
-        if labels:
-            V = o.shard(len(weight) if linear else x.shape[-1])[2]
-            _check(target, lambda y: (w == 0) | ((0 <= y) & (y < V)), lambda i: f"label "
-                   f"{target.reshape(-1)[i].item()} at token {i}, not in [0, {V}) or ignored")
-        target = target.reshape(-1) if labels else target.detach().reshape(-1, target.shape[-1])
-        teacher = [None if y is None else y.detach() for y in (teacher_weight, teacher_bias)]
-        x, w = x.reshape(-1, x.shape[-1]), w.reshape(-1)
+            target = target.detach().reshape(-1, target.shape[-1])
+        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x = x.contiguous() if linear else x
+        teacher = [None if y is None else y.detach() for y in (teacher_weight, teacher_bias)]
         loss = self.loss(x, weight, bias, target, *teacher, w, o)[0]
         return loss.view(shape) if reduction == "none" else loss
 

@@ -69,71 +69,68 @@ def _load(row, columns, V, MASKED: tl.constexpr, ACC: tl.constexpr, SOFTCAP: tl.
 
 
 @triton.jit
-def _target(row, columns, column, V, MASKED: tl.constexpr, ACC: tl.constexpr, TARGET: tl.constexpr,
-            SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr, SOFTCAP: tl.constexpr,
-            TEMPERATURE: tl.constexpr, EVICT: tl.constexpr):
+def _target(row, columns, column, V, vocab_size, MASKED: tl.constexpr, ACC: tl.constexpr,
+            O: tl.constexpr, EVICT: tl.constexpr):
     """Teacher logits t, or q: probabilities, or a label's one-hot ones, smoothed."""
-    if TARGET == "logits":
-        t = _load(row, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, EVICT)
-    elif TARGET == "probabilities":
+    if O.target_format == "logits":
+        t = _load(row, columns, V, MASKED, ACC, O.teacher_softcap, O.temperature, EVICT)
+    elif O.target_format == "probabilities":
         # + 0.0: on the sum of a bare load, Triton 3.6's OptimizeThreadLocality pass fails.
         t = tl.load(row + columns, mask=columns < V, other=0.0, eviction_policy=EVICT).to(ACC) + 0.0
     else:  # the constants meet a tensor of type ACC, or they would be float32
-        t = tl.where(columns == column, 1.0, 0.0).to(ACC) * (1.0 - SMOOTHING) + SMOOTH_EACH
+        each = tl.full([], O.label_smoothing, ACC) / vocab_size
+        t = tl.where(columns == column, 1.0, 0.0).to(ACC) * (1.0 - O.label_smoothing) + each
         t = tl.where(columns < V, t, 0.0)
     return t
 
 
 @triton.jit
-def _moved(x, m, s, tm, ts, new_m, new_tm, TARGET: tl.constexpr, DIVERGENCE: tl.constexpr):
+def _moved(x, m, s, tm, ts, new_m, new_tm, DISTRIBUTION: tl.constexpr, O: tl.constexpr):
     """x, s, ts relative to the maxima m, tm -> relative to new_m, new_tm (see masked_ce.merge)."""
+    TEACHER: tl.constexpr = O.target_format == "logits"
     dm = m - _finite(new_m)
     scale = tl.exp(dm)
-    if TARGET != "labels":
-        t_scale = tl.exp(tm - _finite(new_tm)) if TARGET == "logits" else 1.0
+    if DISTRIBUTION:
+        t_scale = tl.exp(tm - _finite(new_tm)) if TEACHER else 1.0
         shift = -_finite(dm)
-        if TARGET == "logits" and DIVERGENCE != "cross_entropy":
+        if TEACHER and O.divergence != "cross_entropy":
             shift += _finite(tm - _finite(new_tm))
-        if DIVERGENCE == "reverse_kl":
+        if O.divergence == "reverse_kl":
             x = tl.where(scale > 0, (x - tl.where(s != 0, s * shift, 0.0)) * scale, 0.0)
         else:
             x = (x + tl.where(ts != 0, ts * shift, 0.0)) * t_scale
-            x = tl.where(t_scale > 0, x, 0.0) if TARGET == "logits" else x
+            x = tl.where(t_scale > 0, x, 0.0) if TEACHER else x
         ts = ts * t_scale
     return x, s * scale, ts
 
 
 @triton.jit
-def _statistics_block(
-    logits, target, columns, column, V, x, m, s, tm, ts, MASKED: tl.constexpr, TARGET: tl.constexpr,
-    DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr, SMOOTH_EACH: tl.constexpr,
-    SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr,
-    ACC: tl.constexpr, EVICT: tl.constexpr,
-):
+def _statistics_block(logits, target, columns, column, V, vocab_size, x, m, s, tm, ts,
+                      MASKED: tl.constexpr, ACC: tl.constexpr, DISTRIBUTION: tl.constexpr,
+                      O: tl.constexpr, EVICT: tl.constexpr):
     """The running statistics (lanes,) after one more block of columns (lanes, VECTOR)."""
-    z = _load(logits, columns, V, MASKED, ACC, SOFTCAP, TEMPERATURE, EVICT)
+    z = _load(logits, columns, V, MASKED, ACC, O.softcap, O.temperature, EVICT)
     new_m = tl.maximum(m, tl.max(z, 1))
     new_tm = tm
-    if TARGET != "labels":
-        t = _target(target, columns, column, V, MASKED, ACC, TARGET, SMOOTHING, SMOOTH_EACH,
-                    TEACHER_SOFTCAP, TEMPERATURE, EVICT)
-        if TARGET == "logits":
+    if DISTRIBUTION:
+        t = _target(target, columns, column, V, vocab_size, MASKED, ACC, O, EVICT)
+        if O.target_format == "logits":
             new_tm = tl.maximum(tm, tl.max(t, 1))
-    x, s, ts = _moved(x, m, s, tm, ts, new_m, new_tm, TARGET, DIVERGENCE)
+    x, s, ts = _moved(x, m, s, tm, ts, new_m, new_tm, DISTRIBUTION, O)
     below = z - _finite(new_m)[:, None]
     e = tl.exp(below)
     s += tl.sum(e, 1)
-    if TARGET != "labels":
-        if TARGET == "logits":
+    if DISTRIBUTION:
+        if O.target_format == "logits":
             log_q = t - _finite(new_tm)[:, None]
             q = tl.exp(log_q)
         else:
             q = t
-            log_q = tl.log(t) if DIVERGENCE != "cross_entropy" else t
+            log_q = tl.log(t) if O.divergence != "cross_entropy" else t
         ts += tl.sum(q, 1)
-        if DIVERGENCE == "reverse_kl":
+        if O.divergence == "reverse_kl":
             x += tl.sum(tl.where(e != 0, e * (below - log_q), 0.0), 1)
-        elif DIVERGENCE == "forward_kl":
+        elif O.divergence == "forward_kl":
             x += tl.sum(tl.where(q != 0, q * (log_q - below), 0.0), 1)
         else:
             x += tl.sum(tl.where(q != 0, -q * below, 0.0), 1)
@@ -141,36 +138,31 @@ def _statistics_block(
 
 
 @triton.jit
-def _gradient_block(
-    logits, target, out, columns, column, V, c, x, m, s, tm, ts, MASKED: tl.constexpr,
-    TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr,
-    SMOOTH_EACH: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr,
-):
+def _gradient_block(logits, target, out, columns, column, V, vocab_size, c, x, m, s, tm, ts,
+                    MASKED: tl.constexpr, ACC: tl.constexpr, O: tl.constexpr):
     """Stores c * dl/dlogits of some columns, rounded here and nowhere before."""
     logit = _load(logits, columns, V, MASKED, ACC, 0.0, 1.0, "evict_first")
-    z = _transformed(logit, SOFTCAP, TEMPERATURE)
+    z = _transformed(logit, O.softcap, O.temperature)
     below = z - m
     p = tl.exp(below) * (1.0 / s)
-    if TARGET == "labels" or TARGET == "smoothed":
-        grad = p * (1.0 + 2.0 * Z_LOSS * (m + tl.log(s))) if Z_LOSS > 0.0 else p
-        if TARGET == "labels":
-            grad = tl.where(columns == column, grad - 1.0, grad)
+    if O.target_format == "labels":
+        grad = p * (1.0 + 2.0 * O.z_loss * (m + tl.log(s))) if O.z_loss > 0.0 else p
+        if O.label_smoothing > 0.0:
+            grad -= _target(target, columns, column, V, vocab_size, MASKED, ACC, O, "")
         else:
-            grad -= _target(target, columns, column, V, MASKED, ACC, TARGET, SMOOTHING, SMOOTH_EACH,
-                            0.0, 1.0, "")
+            grad = tl.where(columns == column, grad - 1.0, grad)
     else:
-        t = _target(target, columns, column, V, MASKED, ACC, TARGET, 0.0, 0.0, TEACHER_SOFTCAP,
-                    TEMPERATURE, "evict_first")
-        if DIVERGENCE == "reverse_kl":
-            log_q = (t - tm) - tl.log(ts) if TARGET == "logits" else tl.log(t)
+        t = _target(target, columns, column, V, vocab_size, MASKED, ACC, O, "evict_first")
+        TEACHER: tl.constexpr = O.target_format == "logits"
+        if O.divergence == "reverse_kl":
+            log_q = (t - tm) - tl.log(ts) if TEACHER else tl.log(t)
             grad = tl.where(p != 0, p * (below - log_q - (tl.log(s) + x)), 0.0)
         else:
-            grad = p - tl.exp(t - tm) * (1.0 / ts) if TARGET == "logits" else p * ts - t
-    if SOFTCAP > 0.0:
-        e = tl.exp(-2.0 * tl.abs(logit / SOFTCAP))  # 1 - tanh^2, from tanh, would cancel near 1
+            grad = p - tl.exp(t - tm) * (1.0 / ts) if TEACHER else p * ts - t
+    if O.softcap > 0.0:
+        e = tl.exp(-2.0 * tl.abs(logit / O.softcap))  # 1 - tanh^2, from tanh, would cancel near 1
         grad *= 4.0 * e / ((1.0 + e) * (1.0 + e))
-    grad = (grad * (c / TEMPERATURE)).to(out.dtype.element_ty)
+    grad = (grad * (c / O.temperature)).to(out.dtype.element_ty)
     if MASKED:
         tl.store(out + columns, grad, mask=columns < V)
     else:
@@ -178,19 +170,16 @@ def _gradient_block(
 
 
 # ---------------------------------------------------------------------------------------- kernels
+# O, in all of them, is a masked_ce.Options as a compile-time constant.
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, target_ptr, w_ptr, c_ptr,  # (N, V), (N, V) or (N,), (N,), (N,)
+    logits_ptr, target_ptr, w_ptr,  # (N, V), (N, V) or (N,), (N,)
     loss_ptr, stats_ptr, out_ptr,  # (N,), (5, N), (N, V) which may be the logits
-    logits_stride, target_stride, out_stride, N, V, first, vocab_size,
-    TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr,
-    SMOOTH_EACH: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr,
+    logits_stride, target_stride, out_stride, V, first, vocab_size, O: tl.constexpr,
     PARTIAL: tl.constexpr, GRADIENT: tl.constexpr, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
 ):
     """w * loss and the statistics of a row, online (Milakov and Gimelshein, arXiv 1805.02867), and
-    with GRADIENT c * dl/dlogits after them.
+    with GRADIENT w * dl/dlogits after them.
 
     Grid (N,), a program a row. One pass: reads B, with a distribution 2B, and writes 6 numbers a
     row. The running maxima and sums are vectors, a lane for each VECTOR columns that a thread loads
@@ -200,6 +189,12 @@ def _statistics_kernel(
     while a second pass from the start would find each block just evicted.
     Of a row of weight 0 it reads the weight alone, and writes zeros.
     """
+    ACC: tl.constexpr = w_ptr.dtype.element_ty
+    VECTOR: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    LABELS: tl.constexpr = O.target_format == "labels"
+    DISTRIBUTION: tl.constexpr = not LABELS or O.label_smoothing > 0.0
+    TEACHER: tl.constexpr = O.target_format == "logits"
+    N = tl.num_programs(0)
     row = tl.program_id(0).to(tl.int64)
     w = tl.load(w_ptr + row)
     logits_ptr += row * logits_stride
@@ -213,54 +208,54 @@ def _statistics_kernel(
         if GRADIENT:
             for start in range(0, V, BLOCK):
                 zero = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
-                tl.store(out_ptr + start + flat, zero, mask=start + flat < V)
+                tl.store(out_ptr + start + flat, zero, mask=start + flat < V,
+                         eviction_policy="evict_first")
         return
-    LABEL: tl.constexpr = TARGET == "labels" or TARGET == "smoothed"
-    column = tl.load(target_ptr).to(tl.int64) - first if LABEL else 0
+    column = tl.load(target_ptr).to(tl.int64) - first if LABELS else 0
 
     x = tl.zeros([BLOCK // VECTOR], ACC)
     m = tl.full([BLOCK // VECTOR], -INF, ACC)
     s = tl.zeros([BLOCK // VECTOR], ACC)
-    tm = tl.full([BLOCK // VECTOR], -INF if TARGET == "logits" else 0.0, ACC)
+    tm = tl.full([BLOCK // VECTOR], -INF if TEACHER else 0.0, ACC)
     ts = tl.zeros([BLOCK // VECTOR], ACC)
     tile = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     whole = V // BLOCK * BLOCK  # up to here no column needs a mask
     EVICT: tl.constexpr = "evict_last" if GRADIENT and BACKWARDS else ""
     for start in range(0, whole, BLOCK):
         x, m, s, tm, ts = _statistics_block(
-            logits_ptr, target_ptr, start + tile, column, V, x, m, s, tm, ts, False, TARGET,
-            DIVERGENCE, SMOOTHING, SMOOTH_EACH, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC, EVICT)
+            logits_ptr, target_ptr, start + tile, column, V, vocab_size, x, m, s, tm, ts, False,
+            ACC, DISTRIBUTION, O, EVICT)
     if whole < V:
         x, m, s, tm, ts = _statistics_block(
-            logits_ptr, target_ptr, whole + tile, column, V, x, m, s, tm, ts, True, TARGET,
-            DIVERGENCE, SMOOTHING, SMOOTH_EACH, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC, EVICT)
+            logits_ptr, target_ptr, whole + tile, column, V, vocab_size, x, m, s, tm, ts, True,
+            ACC, DISTRIBUTION, O, EVICT)
 
     row_m = tl.max(m, 0)
     row_tm = tl.max(tm, 0)
-    x, s, ts = _moved(x, m, s, tm, ts, row_m, row_tm, TARGET, DIVERGENCE)
+    x, s, ts = _moved(x, m, s, tm, ts, row_m, row_tm, DISTRIBUTION, O)
     # Reverse KL is the small difference of x / s and log s.
-    WIDE: tl.constexpr = tl.float64 if DIVERGENCE == "reverse_kl" else ACC
+    WIDE: tl.constexpr = tl.float64 if O.divergence == "reverse_kl" else ACC
     x = tl.sum(x.to(WIDE), 0)
     s = tl.sum(s.to(WIDE), 0)
     ts = tl.sum(ts.to(WIDE), 0)
-    if TARGET == "labels":
+    if not DISTRIBUTION:
         here = (column >= 0) & (column < V)
         z = tl.load(logits_ptr + column, mask=here, other=0.0).to(ACC)
-        x = tl.where(here, _finite(row_m) - _transformed(z, SOFTCAP, TEMPERATURE), 0.0)
+        x = tl.where(here, _finite(row_m) - _transformed(z, O.softcap, O.temperature), 0.0)
         ts = tl.where(here, 1.0, 0.0).to(ACC)
     if not PARTIAL:
-        mass = ts if TARGET == "probabilities" else 1.0
-        if DIVERGENCE == "reverse_kl":
+        mass = ts if O.target_format == "probabilities" else 1.0
+        if O.divergence == "reverse_kl":
             x = x / s - tl.log(s)
-            x += tl.log(ts) if TARGET == "logits" else 0.0
+            x += tl.log(ts) if TEACHER else 0.0
         else:
-            x = (x / ts if TARGET == "logits" else x) + tl.log(s) * mass
-            x -= tl.log(ts) if TARGET == "logits" and DIVERGENCE == "forward_kl" else 0.0
-        if LABEL:
-            if Z_LOSS > 0.0:
+            x = (x / ts if TEACHER else x) + tl.log(s) * mass
+            x -= tl.log(ts) if TEACHER and O.divergence == "forward_kl" else 0.0
+        if LABELS:
+            if O.z_loss > 0.0:
                 lse = row_m + tl.log(s)
-                x += Z_LOSS * lse * lse
-            known = (column + first >= 0) & (column + first < vocab_size)
+                x += O.z_loss * lse * lse
+            known = (column >= 0) & (column < V)
             x = tl.where(known, x, float("nan"))
             s = tl.where(known, s, float("nan"))  # takes it to the gradient
         tl.store(loss_ptr + row, w * x)
@@ -273,30 +268,22 @@ def _statistics_kernel(
     tl.store(stats_ptr + 3 * N + row, row_tm)
     tl.store(stats_ptr + 4 * N + row, ts)
     if GRADIENT:
-        c = tl.load(c_ptr + row)
         tl.debug_barrier()  # in place: all have read the label's logit before it is overwritten
         if whole < V:
-            _gradient_block(
-                logits_ptr, target_ptr, out_ptr, whole + flat, column, V, c, x, row_m, s, row_tm,
-                ts, True, TARGET, DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP,
-                TEACHER_SOFTCAP, TEMPERATURE, ACC)
+            _gradient_block(logits_ptr, target_ptr, out_ptr, whole + flat, column, V, vocab_size, w,
+                            x, row_m, s, row_tm, ts, True, ACC, O)
         half = tl.arange(0, BLOCK // 2)
         for start in range(0, whole, BLOCK // 2):
             at = whole - BLOCK // 2 - start if BACKWARDS else start
-            _gradient_block(
-                logits_ptr, target_ptr, out_ptr, at + half, column, V, c, x, row_m, s, row_tm,
-                ts, False, TARGET, DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP,
-                TEACHER_SOFTCAP, TEMPERATURE, ACC)
+            _gradient_block(logits_ptr, target_ptr, out_ptr, at + half, column, V, vocab_size, w, x,
+                            row_m, s, row_tm, ts, False, ACC, O)
 
 
 @triton.jit
 def _gradient_kernel(
     logits_ptr, target_ptr, w_ptr, upstream_ptr, stats_ptr, out_ptr,
-    logits_stride, target_stride, upstream_stride, out_stride, N, V, first, blocks,
-    TARGET: tl.constexpr, DIVERGENCE: tl.constexpr, SMOOTHING: tl.constexpr,
-    SMOOTH_EACH: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr, ACC: tl.constexpr,
-    UPSTREAM: tl.constexpr, BLOCK: tl.constexpr,
+    logits_stride, target_stride, upstream_stride, out_stride, V, first, vocab_size, blocks,
+    O: tl.constexpr, UPSTREAM: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """w * upstream * dl/dlogits of one block of a row.
 
@@ -304,6 +291,8 @@ def _gradient_kernel(
     reads B, with a distribution 2B, and writes B; in all 2B or 3B. Of a row of weight 0 it reads
     the weight alone, and writes zeros.
     """
+    ACC: tl.constexpr = w_ptr.dtype.element_ty
+    N = tl.num_programs(0) // blocks
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = tl.program_id(0) % blocks * BLOCK
     columns = start + tl.arange(0, BLOCK)
@@ -315,21 +304,18 @@ def _gradient_kernel(
         return
     logits_ptr += row * logits_stride
     target_ptr += row * target_stride
-    LABEL: tl.constexpr = TARGET == "labels" or TARGET == "smoothed"
-    column = tl.load(target_ptr).to(tl.int64) - first if LABEL else 0
+    column = tl.load(target_ptr).to(tl.int64) - first if O.target_format == "labels" else 0
     x = tl.load(stats_ptr + row)
     m = tl.load(stats_ptr + N + row)
     s = tl.load(stats_ptr + 2 * N + row)
     tm = tl.load(stats_ptr + 3 * N + row)
     ts = tl.load(stats_ptr + 4 * N + row)
     if start + BLOCK <= V:
-        _gradient_block(
-            logits_ptr, target_ptr, out_ptr, columns, column, V, c, x, m, s, tm, ts, False, TARGET,
-            DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC)
+        _gradient_block(logits_ptr, target_ptr, out_ptr, columns, column, V, vocab_size, c, x, m, s,
+                        tm, ts, False, ACC, O)
     else:
-        _gradient_block(
-            logits_ptr, target_ptr, out_ptr, columns, column, V, c, x, m, s, tm, ts, True, TARGET,
-            DIVERGENCE, SMOOTHING, SMOOTH_EACH, Z_LOSS, SOFTCAP, TEACHER_SOFTCAP, TEMPERATURE, ACC)
+        _gradient_block(logits_ptr, target_ptr, out_ptr, columns, column, V, vocab_size, c, x, m, s,
+                        tm, ts, True, ACC, O)
 
 
 @triton.jit
@@ -351,17 +337,56 @@ def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, ACC: 
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < n)
 
 
+@triton.jit
+def _mean_weights_kernel(target_ptr, w_ptr, ignore_index, N, BLOCK: tl.constexpr):
+    """w = keep / max(sum of keep, 1), keep = target != ignore_index.
+
+    Grid (1,): four torch ops took the host twice the time of one launch. Two passes: reads 2N
+    labels, writes N weights.
+    """
+    count = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        target = tl.load(target_ptr + at, mask=at < N, other=0)
+        count += ((target != ignore_index) & (at < N)).to(tl.int64)
+    divisor = tl.maximum(tl.sum(count, 0), 1).to(w_ptr.dtype.element_ty)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        target = tl.load(target_ptr + at, mask=at < N, other=0)
+        keep = (target != ignore_index).to(w_ptr.dtype.element_ty)
+        tl.store(w_ptr + at, keep / divisor, mask=at < N)
+
+
+@triton.jit
+def _kept_kernel(keep_ptr, index_ptr, N, BLOCK: tl.constexpr):
+    """index = the places where keep is not 0, in order, then N; index[N] = how many they are.
+
+    Grid (1,). One pass: reads N numbers, writes N + 1.
+    """
+    count = tl.full([], 0, tl.int64)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        keep = ((tl.load(keep_ptr + at, mask=at < N, other=0) != 0) & (at < N)).to(tl.int64)
+        to = count + tl.cumsum(keep, 0) - 1
+        tl.store(index_ptr + to, at.to(tl.int64), mask=keep != 0)
+        count += tl.sum(keep, 0)
+    tl.store(index_ptr + N, count)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(index_ptr + at, tl.zeros([BLOCK], tl.int64) + N, mask=(at >= count) & (at < N))
+
+
 # --------------------------------------------------------------------------------------- launches
 INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
 
 
-def _constants(logits: Tensor, o, vocab_size: int) -> dict:
-    smoothed = o.target_format == "labels" and o.label_smoothing > 0
-    return dict(
-        TARGET="smoothed" if smoothed else o.target_format, DIVERGENCE=o.divergence,
-        SMOOTHING=o.label_smoothing, SMOOTH_EACH=o.label_smoothing / vocab_size, Z_LOSS=o.z_loss,
-        SOFTCAP=o.softcap, TEACHER_SOFTCAP=o.teacher_softcap, TEMPERATURE=o.temperature,
-        ACC=tl.float64 if logits.dtype == torch.float64 else tl.float32)
+def _constant(o):
+    """What the kernels see of Options: not chunk_size, or each would be compiled for."""
+    return reference.Options(*o[:7])
+
+
+def _power_of_2(n: int) -> int:  # triton's own takes 5 us on the host, and so does its cdiv
+    return 1 << (n - 1).bit_length()
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -369,44 +394,41 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def _launch_statistics(logits, target, w, c, o, out=None, partial=False):
-    """-> w * loss (n,), statistics (5, n), c * gradient in `out` (made if None), None if c is."""
+def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
+    """-> w * loss (n,), statistics (5, n), and w * gradient, in `out` if given, or None."""
     logits, target, w = _rows(logits), _rows(target), w.contiguous()
     (N, V), (_, first, vocab_size) = logits.shape, o.shard(logits.shape[1])
-    losses, stats = w.new_empty(N), w.new_empty(5, N)
-    if c is not None and out is None:
-        out = torch.empty((N, V), dtype=logits.dtype, device=logits.device)
+    losses, stats = w.new_empty(N), w.new_empty((5, N))
+    out = logits.new_empty((N, V)) if gradient and out is None else out
+    to = out if gradient else logits
     # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
     item, labels = logits.element_size(), o.target_format == "labels"
     wide = V * item > 2**17
-    size = 8192 if c is None else 32768 if wide and labels else 16384  # bytes of a block
-    block = min(max(triton.next_power_of_2(V), 32), size // item)
-    warps = max(block * item // (1024 if wide or c is None or not labels else 2048), 1)
+    size = 8192 if not gradient else 32768 if wide and labels else 16384  # bytes of a block
+    block = min(max(_power_of_2(V), 32), size // item)
+    warps = max(block * item // (1024 if wide or not gradient or not labels else 2048), 1)
     if N:
         with torch.cuda.device_of(logits):
             _statistics_kernel[(N,)](
-                logits, target, w, w if c is None else c.contiguous(), losses, stats,
-                logits if c is None else out, logits.stride(0), target.stride(0),
-                0 if c is None else out.stride(0), N, V, first, vocab_size,
-                **_constants(logits, o, vocab_size), PARTIAL=partial, GRADIENT=c is not None,
-                BACKWARDS=wide or not labels, BLOCK=block, VECTOR=16 // item, num_warps=warps)
-    return losses, stats, None if c is None else out
+                logits, target, w, losses, stats, to, logits.stride(0), target.stride(0),
+                to.stride(0), V, first, vocab_size, _constant(o), partial, gradient,
+                wide or not labels, block, num_warps=warps)
+    return losses, stats, out if gradient else None
 
 
 def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
     logits, target, w = _rows(logits), _rows(target), w.contiguous()
     (N, V), (_, first, vocab_size) = logits.shape, o.shard(logits.shape[1])
-    out = torch.empty((N, V), dtype=logits.dtype, device=logits.device) if out is None else out
-    block = min(max(triton.next_power_of_2(V), 16), 4096 // logits.element_size())
-    blocks = triton.cdiv(V, block)
+    out = logits.new_empty((N, V)) if out is None else out
+    block = min(max(_power_of_2(V), 16), 4096 // logits.element_size())
+    blocks = -(-V // block)
     if N:
         with torch.cuda.device_of(logits):
             _gradient_kernel[(N * blocks,)](
                 logits, target, w, w if upstream is None else upstream, stats, out,
-                logits.stride(0), target.stride(0),
-                0 if upstream is None else upstream.stride(0), out.stride(0), N, V, first, blocks,
-                **_constants(logits, o, vocab_size), UPSTREAM=upstream is not None, BLOCK=block,
-                num_warps=2)
+                logits.stride(0), target.stride(0), 0 if upstream is None else upstream.stride(0),
+                out.stride(0), V, first, vocab_size, blocks, _constant(o), upstream is not None,
+                block, num_warps=2)
     return out
 
 
@@ -414,10 +436,17 @@ def _scaled(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
     n, block = grad.numel(), 8192
     if n:
         with torch.cuda.device_of(grad):
-            _scale_kernel[(min(triton.cdiv(n, block), 2048),)](
-                grad, out, upstream, n, IN_PLACE=out is grad, BLOCK=block, num_warps=8,
-                ACC=tl.float64 if grad.dtype == torch.float64 else tl.float32)
+            _scale_kernel[(min(-(-n // block), 2048),)](
+                grad, out, upstream, n, out is grad,
+                tl.float64 if grad.dtype == torch.float64 else tl.float32, block, num_warps=8)
     return out
+
+
+def _one_program(kernel, like: Tensor, *args, n: int):
+    """A launch on the device of `like` over n numbers, if there are any."""
+    if n:
+        with torch.cuda.device_of(like):
+            kernel[(1,)](like, *args, n, min(max(_power_of_2(n), 16), 4096), num_warps=8)
 
 
 # --------------------------------------------------------------------------- front door, custom ops
@@ -428,33 +457,44 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
     # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
     fused = (torch.bfloat16, torch.float32, torch.float64)
 
-    def __init__(self):
-        super().__init__()
-        self.eager_loss = self.loss
-        self.loss = self.checked_loss
+    def loss(self, *args):
+        if torch.compiler.is_compiling():
+            return loss_op(*args[:-1], *args[-1])
+        return super().loss(*args)
 
-    def checked_loss(self, *args):
-        if args[0].device.type == "cpu" and not INTERPRETED:
+    def weights(self, x, target, loss_mask, labels, ignore_index, *options):
+        if x.device.type == "cpu" and not INTERPRETED:
             raise RuntimeError(
                 "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
                 "set TRITON_INTERPRET=1 before anything imports triton")
-        if torch.compiler.is_compiling():
-            return loss_op(*args[:-1], *args[-1])
-        return self.eager_loss(*args)
+        default = labels and loss_mask is None and options == ("mean", None, None)
+        if not default or torch.compiler.is_compiling():
+            return super().weights(x, target, loss_mask, labels, ignore_index, *options)
+        w = torch.empty(
+            target.numel(), device=x.device, dtype=reference._accumulator(x.dtype))
+        _one_program(_mean_weights_kernel, target.contiguous(), w, ignore_index, n=len(w))
+        return w
+
+    def kept(self, keep):
+        if not len(keep):
+            return super().kept(keep)
+        index = torch.empty(len(keep) + 1, device=keep.device, dtype=torch.int64)
+        _one_program(_kept_kernel, keep.contiguous(), index, n=len(keep))
+        return index[:-1], index[-1]
 
     def row_statistics(self, logits, target, w, o):
         if o.vocab_group:
             return reference.row_statistics(logits, target, w, o, lambda *args: _launch_statistics(
-                *args[:3], None, o, partial=True)[1])
-        return _launch_statistics(logits, target, w, None, o)[:2]
+                *args[:3], False, o, partial=True)[1])
+        return _launch_statistics(logits, target, w, False, o)[:2]
 
     def row_gradient(self, logits, target, w, upstream, stats, o, out=None):
         return _launch_gradient(logits, target, w, upstream, stats, o, out)
 
-    def row_pass(self, logits, target, w, c, o, out=None):
+    def row_pass(self, logits, target, w, gradient, o, out=None):
         if o.vocab_group:
-            return super().row_pass(logits, target, w, c, o, out)
-        return _launch_statistics(logits, target, w, c, o, out)
+            return super().row_pass(logits, target, w, gradient, o, out)
+        return _launch_statistics(logits, target, w, gradient, o, out)
 
     def scaled(self, ctx, grad, upstream, dtype):
         """In place where nobody else holds the gradient: an upstream of 1 then costs nothing."""
