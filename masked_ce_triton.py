@@ -380,12 +380,33 @@ def _kept_kernel(keep_ptr, index_ptr, N, BLOCK: tl.constexpr):
 INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
 
 
+_compiled = {}
+
+
+def _launch(kernel, grid: int, args, constants, num_warps: int) -> None:
+    """kernel[(grid,)](*args, *constants) on the tensors' device.
+
+    The host's time counts until the first kernel runs, and a launch is two thirds Triton's lookup
+    of the compiled kernel. So they are kept here, by all that Triton specialises on: types, and
+    pointers and integers that 16 divides, integers of 64 bits, and 1.
+    """
+    with torch.cuda.device_of(args[0]):
+        key = (kernel, args[0].device, num_warps, *constants, *[
+            (x % 16, x == 1, -(2**31) <= x < 2**31) if isinstance(x, int)
+            else (x.dtype, x.data_ptr() % 16) for x in args])
+        compiled = _compiled.get(key)
+        if compiled is None:  # as it stays in the interpreter
+            _compiled[key] = kernel[(grid,)](*args, *constants, num_warps=num_warps)
+        else:
+            compiled[(grid, 1, 1)](*args, *constants)
+
+
 def _constant(o):
     """What the kernels see of Options: not chunk_size, or each would be compiled for."""
     return reference.Options(*o[:7])
 
 
-def _power_of_2(n: int) -> int:  # triton's own takes 5 us on the host, and so does its cdiv
+def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
@@ -408,11 +429,10 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
     block = min(max(_power_of_2(V), 32), size // item)
     warps = max(block * item // (1024 if wide or not gradient or not labels else 2048), 1)
     if N:
-        with torch.cuda.device_of(logits):
-            _statistics_kernel[(N,)](
-                logits, target, w, losses, stats, to, logits.stride(0), target.stride(0),
-                to.stride(0), V, first, vocab_size, _constant(o), partial, gradient,
-                wide or not labels, block, num_warps=warps)
+        _launch(_statistics_kernel, N, (
+            logits, target, w, losses, stats, to, logits.stride(0), target.stride(0), to.stride(0),
+            V, first, vocab_size), (_constant(o), partial, gradient, wide or not labels, block),
+            warps)
     return losses, stats, out if gradient else None
 
 
@@ -420,33 +440,30 @@ def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
     logits, target, w = _rows(logits), _rows(target), w.contiguous()
     (N, V), (_, first, vocab_size) = logits.shape, o.shard(logits.shape[1])
     out = logits.new_empty((N, V)) if out is None else out
+    upstream, scaled = w if upstream is None else upstream, upstream is not None
     block = min(max(_power_of_2(V), 16), 4096 // logits.element_size())
     blocks = -(-V // block)
     if N:
-        with torch.cuda.device_of(logits):
-            _gradient_kernel[(N * blocks,)](
-                logits, target, w, w if upstream is None else upstream, stats, out,
-                logits.stride(0), target.stride(0), 0 if upstream is None else upstream.stride(0),
-                out.stride(0), V, first, vocab_size, blocks, _constant(o), upstream is not None,
-                block, num_warps=2)
+        _launch(_gradient_kernel, N * blocks, (
+            logits, target, w, upstream, stats, out, logits.stride(0), target.stride(0),
+            upstream.stride(0), out.stride(0), V, first, vocab_size, blocks),
+            (_constant(o), scaled, block), num_warps=2)
     return out
 
 
 def _scaled(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
     n, block = grad.numel(), 8192
+    acc = tl.float64 if grad.dtype == torch.float64 else tl.float32
     if n:
-        with torch.cuda.device_of(grad):
-            _scale_kernel[(min(-(-n // block), 2048),)](
-                grad, out, upstream, n, out is grad,
-                tl.float64 if grad.dtype == torch.float64 else tl.float32, block, num_warps=8)
+        _launch(_scale_kernel, min(-(-n // block), 2048), (grad, out, upstream, n),
+                (out is grad, acc, block), num_warps=8)
     return out
 
 
-def _one_program(kernel, like: Tensor, *args, n: int):
-    """A launch on the device of `like` over n numbers, if there are any."""
-    if n:
-        with torch.cuda.device_of(like):
-            kernel[(1,)](like, *args, n, min(max(_power_of_2(n), 16), 4096), num_warps=8)
+def _launch_one(kernel, *args) -> None:
+    """One program over as many numbers as the last argument says."""
+    block = min(max(_power_of_2(args[-1]), 16), 4096)
+    _launch(kernel, 1, args, (block,), num_warps=8)
 
 
 # --------------------------------------------------------------------------- front door, custom ops
@@ -470,17 +487,19 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         default = labels and loss_mask is None and options == ("mean", None, None)
         if not default or torch.compiler.is_compiling():
             return super().weights(x, target, loss_mask, labels, ignore_index, *options)
-        w = torch.empty(
-            target.numel(), device=x.device, dtype=reference._accumulator(x.dtype))
-        _one_program(_mean_weights_kernel, target.contiguous(), w, ignore_index, n=len(w))
+        n = target.numel()
+        w = torch.empty(n, device=x.device, dtype=reference._accumulator(x.dtype))
+        if n:
+            _launch_one(_mean_weights_kernel, target.contiguous(), w, ignore_index, n)
         return w
 
     def kept(self, keep):
-        if not len(keep):
+        n = len(keep)
+        if not n:
             return super().kept(keep)
-        index = torch.empty(len(keep) + 1, device=keep.device, dtype=torch.int64)
-        _one_program(_kept_kernel, keep.contiguous(), index, n=len(keep))
-        return index[:-1], index[-1]
+        index = torch.empty(n + 1, device=keep.device, dtype=torch.int64)
+        _launch_one(_kept_kernel, keep.contiguous(), index, n)
+        return index[:n], index[n]
 
     def row_statistics(self, logits, target, w, o):
         if o.vocab_group:
