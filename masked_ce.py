@@ -345,7 +345,7 @@ def gemm(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> Tensor:
 
 
 def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_weight, teacher_bias,
-                  w, upstream=None, stats=None, count=None):
+                  w, upstream=None, stats=None, count=None, *, prepared=None):
     """A pass over chunks of rows: logits into one buffer, statistics, and (if a gradient is wanted)
     the buffer turned into w * (softmax - target) in place and multiplied out while it is there.
 
@@ -369,7 +369,7 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
         if o.skip == "chunks":
             chunks = pad(w != 0, (0, -N % size)).view(-1, size)
             keep = chunks.any(1, keepdim=True).expand_as(chunks).reshape(-1)[:N]
-        index, kept = kernels.kept(keep)
+        index, kept = prepared or kernels.kept(keep)
         if padded:  # more kept rows than max_kept: NaN everywhere instead of a silent drop
             n = min(max(o.max_kept, 1), N)  # one row at least, to be NaN
             fill = torch.where(kept > o.max_kept, NAN, 0.0).to(acc)
@@ -455,7 +455,7 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
     if not forward:
         return None, None, None, *grads
     losses, stats = zip(*parts)
-    loss, stats = torch.cat(losses), torch.cat(stats, 1) if o.per_token else w.new_empty(5, 0)
+    loss, stats = torch.cat(losses), torch.cat(stats, 1) if o.per_token else None
     if not o.per_token:
         loss = loss.sum() + fill if padded else loss.sum()
     elif index is not None:
@@ -465,28 +465,26 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
 
 
 # --------------------------------------------------------------------------------------- autograd
-def loss_pass(kernels, o: Options, *tensors):
-    """-> the loss, and what backward may need: stats, count, three gradients; empty where unused.
+def loss_pass(kernels, o: Options, *tensors, prepared=None):
+    """-> the loss, and what backward may need: stats, count, three gradients; None where unused.
 
     tensors: x, weight, bias, target, teacher_weight, teacher_bias, w; x are hidden states, or where
     weight is None logits. Then in backward upstream, stats, count: only the gradients are given.
     """
     if tensors[1] is not None:
-        return linear_chunks(kernels, o, *tensors)
+        return linear_chunks(kernels, o, *tensors, prepared=prepared)
     x, _, _, target, _, _, w, *saved = tensors
-    unused = x.new_empty(0, 0), w.new_empty(0)
     if saved:
         upstream, stats = saved[0].expand(len(w)), saved[1]
-        return None, None, None, kernels.row_gradient(x, target, w, upstream, stats, o), *unused
-    losses, stats, grad = kernels.row_pass(x, target, w, o.early, o)
-    grad = x.new_empty(0, 0) if grad is None else grad
-    loss, count = losses if o.per_token else losses.sum(), torch.tensor([0], device="cpu")
-    return loss, stats, count, grad, *unused
+        grad = kernels.row_gradient(x, target, w, upstream, stats, o)
+        return None, None, None, grad, None, None
+    losses, stats, grad = kernels.row_pass(x, target, w, o.early, o, prepared)
+    loss = losses.clone() if o.per_token else losses.sum()  # a kernel's losses may lie in stats
+    return loss, stats, None, grad, None, None
 
 
 def loss_setup(ctx, tensors, o: Options, output):
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
     again = tensors[1] is None or not o.early  # given logits stay with the caller anyway
     ctx.save_for_backward(*(tensors if again else ()), *output[1:])
     ctx.options, ctx.again, ctx.spent = o, again, False
@@ -520,15 +518,17 @@ def first_order(backward, inputs: int):
 
 
 def loss_function(kernels):
-    """loss_pass as an autograd Function of seven tensors and Options."""
+    """An autograd Function of seven tensors, Options, and what loss_pass made of them.
+
+    The pass comes first, so that autograd's own work on the host runs beside the GPU's.
+    """
     class Loss(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *args):
-            output = loss_pass(kernels, args[-1], *args[:-1])
-            loss_setup(ctx, args[:-1], args[-1], output)
-            return output
+            loss_setup(ctx, args[:7], *args[7:])
+            return args[8][0]
 
-        backward = staticmethod(first_order(lambda *args: loss_backward(kernels, *args), 8))
+        backward = staticmethod(first_order(lambda *args: loss_backward(kernels, *args), 9))
     return Loss.apply
 
 
@@ -658,11 +658,13 @@ class MaskedCrossEntropy:
     def __init__(self):
         self.function = loss_function(self)
 
-    def loss(self, *args):
-        return self.function(*args)
+    def loss(self, o, prepared, *tensors):
+        with torch.no_grad():
+            output = loss_pass(self, o, *tensors, prepared=prepared)
+        return self.function(*tensors, o, output)
 
     def row_pass(self, logits, target, w, gradient, o, out=None):
-        """Losses, statistics, and if asked for the gradient, in `out` if given."""
+        """Losses, statistics, and if asked for the gradient, in `out` (logits, or `prepared`)."""
         losses, stats = self.row_statistics(logits, target, w, o)
         return losses, stats, self.row_gradient(
             logits, target, w, None, stats, o, out) if gradient else None
@@ -771,16 +773,23 @@ class MaskedCrossEntropy:
             target_format="logits", divergence=divergence, teacher_softcap=teacher_softcap,
             chunk_size=chunk_size, max_kept=max_kept, retain_graph=allow_retain_graph)
 
-    def weights(self, x, target, loss_mask, labels, ignore_index, reduction, cu_seqlens, num_items):
-        """w of each token, (n,). x tells the dtype of the math and, without labels, the shape."""
+    def prepare(self, o, linear, x, target, loss_mask, ignore_index, *options):
+        """-> w of each token, (n,), and what else it found for the pass, or None."""
+        labels, acc, plain = o.target_format == "labels", _accumulator(x.dtype), ("mean", None, None)
         if loss_mask is not None:
             a = _countable(loss_mask)
             a = a.masked_fill(target == ignore_index, 0) if labels else a
+        elif labels:
+            a = target != ignore_index
+        elif options == plain:  # all count: no need to look
+            n = x.numel() // x.shape[-1]
+            return x.new_full((n,), 1 / max(n, 1), dtype=acc), None
         else:
-            a = target != ignore_index if labels else x.new_ones(x.shape[:-1], dtype=torch.bool)
+            a = x.new_ones(x.shape[:-1], dtype=torch.bool)
+        reduction, cu_seqlens, num_items = options
         a = a.double() if x.dtype == torch.float64 else a
         w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
-        return w.to(_accumulator(x.dtype)).reshape(-1)
+        return w.to(acc).reshape(-1), None
 
     def _loss(
         self, x, target, loss_mask, reduction, cu_seqlens, num_items, softcap, temperature, *,
@@ -805,8 +814,8 @@ class MaskedCrossEntropy:
             o = (_options if compiling else _checked)(*args)
         except TypeError:
             o = _options(*args)  # an argument that has no hash: say which, and why it is wrong
-        w = self.weights(
-            x, target, loss_mask, labels, ignore_index, reduction, cu_seqlens, num_items)
+        w, prepared = self.prepare(
+            o, linear, x, target, loss_mask, ignore_index, reduction, cu_seqlens, num_items)
         shape = x.shape[:-1]
         if labels:
             target = target if target.dim() == 1 else target.reshape(-1)
@@ -818,7 +827,7 @@ class MaskedCrossEntropy:
         x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x = x.contiguous() if linear else x
         teacher = [None if y is None else y.detach() for y in (teacher_weight, teacher_bias)]
-        loss = self.loss(x, weight, bias, target, *teacher, w, o)[0]
+        loss = self.loss(o, prepared, x, weight, bias, target, *teacher, w)
         return loss.view(shape) if reduction == "none" else loss
 
 

@@ -174,9 +174,10 @@ def _gradient_block(logits, target, out, columns, column, V, vocab_size, c, x, m
 @triton.jit
 def _statistics_kernel(
     logits_ptr, target_ptr, w_ptr,  # (N, V), (N, V) or (N,), (N,)
-    loss_ptr, stats_ptr, out_ptr,  # (N,), (5, N), (N, V) which may be the logits
+    stats_ptr, out_ptr,  # (6, N): five statistics and w * loss, (N, V) which may be the logits
     logits_stride, target_stride, out_stride, V, first, vocab_size, O: tl.constexpr,
-    PARTIAL: tl.constexpr, GRADIENT: tl.constexpr, BACKWARDS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTIAL: tl.constexpr, GRADIENT: tl.constexpr, ZEROED: tl.constexpr, BACKWARDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """w * loss and the statistics of a row, online (Milakov and Gimelshein, arXiv 1805.02867), and
     with GRADIENT w * dl/dlogits after them.
@@ -187,7 +188,7 @@ def _statistics_kernel(
     masked_ce finishes. GRADIENT, a second pass: reads them again and writes B; in all 3B, with a
     distribution 5B. BACKWARDS, from the row's end: what was read last is still in the L2 cache,
     while a second pass from the start would find each block just evicted.
-    Of a row of weight 0 it reads the weight alone, and writes zeros.
+    Of a row of weight 0 it reads the weight alone, and writes zeros (ZEROED: out has them).
     """
     ACC: tl.constexpr = w_ptr.dtype.element_ty
     VECTOR: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes
@@ -202,10 +203,9 @@ def _statistics_kernel(
     out_ptr += row * out_stride
     flat = tl.arange(0, BLOCK)
     if w == 0:
-        tl.store(loss_ptr + row, w)
-        for k in tl.static_range(5):
+        for k in tl.static_range(6):
             tl.store(stats_ptr + k * N + row, w)
-        if GRADIENT:
+        if GRADIENT and not ZEROED:
             for start in range(0, V, BLOCK):
                 zero = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
                 tl.store(out_ptr + start + flat, zero, mask=start + flat < V,
@@ -258,7 +258,7 @@ def _statistics_kernel(
             known = (column >= 0) & (column < V)
             x = tl.where(known, x, float("nan"))
             s = tl.where(known, s, float("nan"))  # takes it to the gradient
-        tl.store(loss_ptr + row, w * x)
+        tl.store(stats_ptr + 5 * N + row, w * x)
     x = x.to(ACC)
     s = s.to(ACC)
     ts = ts.to(ACC)
@@ -338,42 +338,43 @@ def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, ACC: 
 
 
 @triton.jit
-def _mean_weights_kernel(target_ptr, w_ptr, ignore_index, N, BLOCK: tl.constexpr):
-    """w = keep / max(sum of keep, 1), keep = target != ignore_index.
+def _prepare_kernel(
+    keep_ptr, w_ptr, index_ptr, out_ptr,  # (N,), (N,), (N + 1,), (N, V)
+    void, N, V, WEIGHTS: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """A row is kept where `keep` (labels, or weights) is not `void`.
 
-    Grid (1,): four torch ops took the host twice the time of one launch. Two passes: reads 2N
-    labels, writes N weights.
+    Program 0, with WEIGHTS: w = kept / max(number of kept, 1). With INDEX: the kept rows' places in
+    order, then N; index[N] = their number. It reads 2N numbers and writes N of each.
+    The others, if there are any (grid (1 + N,)): zeros in the rows of out that are not kept. The
+    GPU writes them while the host prepares the next launch.
     """
-    count = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, N, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        target = tl.load(target_ptr + at, mask=at < N, other=0)
-        count += ((target != ignore_index) & (at < N)).to(tl.int64)
-    divisor = tl.maximum(tl.sum(count, 0), 1).to(w_ptr.dtype.element_ty)
-    for start in range(0, N, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        target = tl.load(target_ptr + at, mask=at < N, other=0)
-        keep = (target != ignore_index).to(w_ptr.dtype.element_ty)
-        tl.store(w_ptr + at, keep / divisor, mask=at < N)
-
-
-@triton.jit
-def _kept_kernel(keep_ptr, index_ptr, N, BLOCK: tl.constexpr):
-    """index = the places where keep is not 0, in order, then N; index[N] = how many they are.
-
-    Grid (1,). One pass: reads N numbers, writes N + 1.
-    """
+    row = tl.program_id(0).to(tl.int64) - 1
+    lanes = tl.arange(0, BLOCK)
+    if row >= 0:
+        if tl.load(keep_ptr + row) == void:
+            for start in range(0, V, BLOCK):
+                zero = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+                tl.store(out_ptr + row * V + start + lanes, zero, mask=start + lanes < V,
+                         eviction_policy="evict_first")
+        return
     count = tl.full([], 0, tl.int64)
     for start in range(0, N, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        keep = ((tl.load(keep_ptr + at, mask=at < N, other=0) != 0) & (at < N)).to(tl.int64)
-        to = count + tl.cumsum(keep, 0) - 1
-        tl.store(index_ptr + to, at.to(tl.int64), mask=keep != 0)
-        count += tl.sum(keep, 0)
-    tl.store(index_ptr + N, count)
+        at = start + lanes
+        kept = ((tl.load(keep_ptr + at, mask=at < N, other=0) != void) & (at < N)).to(tl.int64)
+        if INDEX:
+            tl.store(index_ptr + count + tl.cumsum(kept, 0) - 1, at.to(tl.int64), mask=kept != 0)
+        count += tl.sum(kept, 0)
+    if INDEX:
+        tl.store(index_ptr + N, count)
+    divisor = tl.maximum(count, 1).to(w_ptr.dtype.element_ty)
     for start in range(0, N, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        tl.store(index_ptr + at, tl.zeros([BLOCK], tl.int64) + N, mask=(at >= count) & (at < N))
+        at = start + lanes
+        if INDEX:
+            tl.store(index_ptr + at, tl.zeros([BLOCK], tl.int64) + N, mask=(at >= count) & (at < N))
+        if WEIGHTS:
+            kept = tl.load(keep_ptr + at, mask=at < N, other=0) != void
+            tl.store(w_ptr + at, kept.to(w_ptr.dtype.element_ty) / divisor, mask=at < N)
 
 
 # --------------------------------------------------------------------------------------- launches
@@ -415,11 +416,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
+def _launch_statistics(logits, target, w, gradient, o, out=None, zeroed=False, partial=False):
     """-> w * loss (n,), statistics (5, n), and w * gradient, in `out` if given, or None."""
     logits, target, w = _rows(logits), _rows(target), w.contiguous()
     (N, V), (_, first, vocab_size) = logits.shape, o.shard(logits.shape[1])
-    losses, stats = w.new_empty(N), w.new_empty((5, N))
+    stats = w.new_empty((6, N))
     out = logits.new_empty((N, V)) if gradient and out is None else out
     to = out if gradient else logits
     # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
@@ -430,10 +431,10 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
     warps = max(block * item // (1024 if wide or not gradient or not labels else 2048), 1)
     if N:
         _launch(_statistics_kernel, N, (
-            logits, target, w, losses, stats, to, logits.stride(0), target.stride(0), to.stride(0),
-            V, first, vocab_size), (_constant(o), partial, gradient, wide or not labels, block),
-            warps)
-    return losses, stats, out if gradient else None
+            logits, target, w, stats, to, logits.stride(0), target.stride(0), to.stride(0), V,
+            first, vocab_size), (
+            _constant(o), partial, gradient, zeroed, wide or not labels, block), warps)
+    return stats[5], stats[:5], out if gradient else None
 
 
 def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
@@ -460,10 +461,14 @@ def _scaled(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _launch_one(kernel, *args) -> None:
-    """One program over as many numbers as the last argument says."""
-    block = min(max(_power_of_2(args[-1]), 16), 4096)
-    _launch(kernel, 1, args, (block,), num_warps=8)
+def _launch_prepare(keep, void, w=None, index=None, out=None) -> None:
+    n = len(keep)
+    if n:
+        block = min(max(_power_of_2(n), 16), 4096)
+        _launch(_prepare_kernel, 1 if out is None else 1 + n, (
+            keep, keep if w is None else w, keep if index is None else index,
+            keep if out is None else out, void, n, 0 if out is None else out.shape[1]),
+            (w is not None, index is not None, block), num_warps=8)
 
 
 # --------------------------------------------------------------------------- front door, custom ops
@@ -474,31 +479,35 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
     # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
     fused = (torch.bfloat16, torch.float32, torch.float64)
 
-    def loss(self, *args):
+    def loss(self, o, prepared, *tensors):
         if torch.compiler.is_compiling():
-            return loss_op(*args[:-1], *args[-1])
-        return super().loss(*args)
+            return loss_op(*tensors, *o)[0]
+        return super().loss(o, prepared, *tensors)
 
-    def weights(self, x, target, loss_mask, labels, ignore_index, *options):
+    def prepare(self, o, linear, x, target, loss_mask, ignore_index, *options):
         if x.device.type == "cpu" and not INTERPRETED:
             raise RuntimeError(
                 "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
                 "set TRITON_INTERPRET=1 before anything imports triton")
-        default = labels and loss_mask is None and options == ("mean", None, None)
-        if not default or torch.compiler.is_compiling():
-            return super().weights(x, target, loss_mask, labels, ignore_index, *options)
-        n = target.numel()
-        w = torch.empty(n, device=x.device, dtype=reference._accumulator(x.dtype))
-        if n:
-            _launch_one(_mean_weights_kernel, target.contiguous(), w, ignore_index, n)
-        return w
+        mean_of_labels = options == ("mean", None, None) and o.target_format == "labels"
+        if loss_mask is not None or not mean_of_labels or torch.compiler.is_compiling():
+            return super().prepare(o, linear, x, target, loss_mask, ignore_index, *options)
+        keep, dtype = target.contiguous().view(-1), reference._accumulator(x.dtype)
+        n, index, out = len(keep), None, None
+        w = torch.empty(n, device=x.device, dtype=dtype)
+        if linear and o.skip == "rows" and n:
+            index = torch.empty(n + 1, device=x.device, dtype=torch.int64)
+        elif o.early and not linear and not o.vocab_group:
+            out = torch.empty((n, x.shape[-1]), device=x.device, dtype=x.dtype)
+        _launch_prepare(keep, ignore_index, w, index, out)
+        return w, out if index is None else (index[:n], index[n])
 
     def kept(self, keep):
         n = len(keep)
         if not n:
             return super().kept(keep)
         index = torch.empty(n + 1, device=keep.device, dtype=torch.int64)
-        _launch_one(_kept_kernel, keep.contiguous(), index, n)
+        _launch_prepare(keep.contiguous(), 0, index=index)
         return index[:n], index[n]
 
     def row_statistics(self, logits, target, w, o):
@@ -513,7 +522,8 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
     def row_pass(self, logits, target, w, gradient, o, out=None):
         if o.vocab_group:
             return super().row_pass(logits, target, w, gradient, o, out)
-        return _launch_statistics(logits, target, w, gradient, o, out)
+        zeroed = out is not None and out is not logits  # by `prepare`
+        return _launch_statistics(logits, target, w, gradient, o, out, zeroed)
 
     def scaled(self, ctx, grad, upstream, dtype):
         """In place where nobody else holds the gradient: an upstream of 1 then costs nothing."""
@@ -558,7 +568,7 @@ def _packed(args):
 def _fake_gradients(o, x, weight, *args):
     w, (need_x, need_weight, need_bias) = args[4], o.needs
     if weight is None:
-        return x.new_empty(x.shape if need_x else (0, 0)), x.new_empty(0, 0), w.new_empty(0)
+        return x.new_empty(x.shape) if need_x else None, None, None
     dtype = w.dtype if o.dtype == torch.float16 else None
     return (x.new_empty(len(x) if need_x else 0, x.shape[1], dtype=dtype),
             weight.new_empty(len(weight) if need_weight else 0, x.shape[1], dtype=dtype),
@@ -568,27 +578,32 @@ def _fake_gradients(o, x, weight, *args):
 def _fake_loss(o, x, weight, *args):
     w, stats = args[4], weight is None or o.per_token
     forward = o if o.early else o._replace(needs=(False,) * 3)
-    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w) if stats else 0),
-            torch.empty(1, dtype=torch.int64, device="cpu"),
+    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w)) if stats else None,
+            None if weight is None else torch.empty(1, dtype=torch.int64, device="cpu"),
             *_fake_gradients(forward, x, weight, *args))
+
+
+def _op(function):
+    """Of tensors and an Options' fields; an op has no None to return."""
+    return lambda *args: tuple(
+        torch.empty(0, device="cpu") if x is None else x for x in function(*_packed(args)))
 
 
 def _setup(ctx, inputs, output):
     o, *tensors = _packed(inputs)
+    ctx.mark_non_differentiable(*output[1:])
     reference.loss_setup(ctx, tensors, o, output)
 
 
 loss_op = torch.library.custom_op(
-    f"{NAMESPACE}::loss", lambda *args: reference.loss_pass(_triton, *_packed(args)),
-    mutates_args=(),
+    f"{NAMESPACE}::loss", _op(lambda *args: reference.loss_pass(_triton, *args)), mutates_args=(),
     schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-loss_op.register_fake(lambda *args: _fake_loss(*_packed(args)))
+loss_op.register_fake(_op(_fake_loss))
 loss_op.register_autograd(
     reference.first_order(lambda *args: reference.loss_backward(_traced, *args), 7 + COUNT),
     setup_context=_setup)
 loss_gradients_op = torch.library.custom_op(
-    f"{NAMESPACE}::loss_gradients", lambda *args: _triton.gradients(*_packed(args)),
-    mutates_args=(),
+    f"{NAMESPACE}::loss_gradients", _op(_triton.gradients), mutates_args=(),
     schema=f"({TENSORS}, Tensor upstream, Tensor stats, Tensor count, {OPTIONS})"
            " -> (Tensor, Tensor, Tensor)")
-loss_gradients_op.register_fake(lambda *args: _fake_gradients(*_packed(args)))
+loss_gradients_op.register_fake(_op(_fake_gradients))
