@@ -363,6 +363,8 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
     scale = HALF_SCALE * min(o.temperature, 1.0)
     coefficients = w if forward else torch.where(w != 0, w * upstream, 0.0)
 
+    heads = [None if x is None else x.to(o.dtype)
+             for x in (weight, bias, teacher_weight, teacher_bias)]
     n, size, index, fill = N, o.chunk(N, weight, 1 + teacher), None, 0.0  # n rows are computed
     if o.skip != "none":
         keep = w
@@ -398,57 +400,54 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
         return x, torch.addmm(bias, x, weight.t(), out=out)
 
     parts = []
-    with torch.autocast(hidden.device.type, enabled=False):
-        heads = [None if x is None else x.to(o.dtype)
-                 for x in (weight, bias, teacher_weight, teacher_bias)]
-        buffers = w.new_empty((1 + teacher, min(n, size), V), dtype=o.dtype)
-        for start in range(0, max(n, 1), size):  # no row at all is a chunk of none
-            to = at = slice(start, start + size) if index is None else index[start : start + size]
-            if padded:
-                at = to.clamp(max=N - 1)
-            c = None if every else rows(coefficients, to)
-            void = None if every else (c == 0)[:, None]
-            h, z = head(hidden, at, void, *heads[:2], buffers[0])
-            c = rows(coefficients, to) if every else c
-            if start == 0:  # what follows was left until the first GEMM is on its way
-                peak = coefficients.abs().amax() if half and N else 1.0
-                grad_hidden = filled(N + padded if need_hidden else 0, H,
-                                     dtype=acc if half else hidden.dtype)
-                grad_weight = weight.new_empty((V if need_weight else 0, H),
-                                               dtype=acc if half or n > size else weight.dtype)
-                grad_bias = w.new_empty(1, V if need_bias else 0)
-            t = head(target, at, void, *heads[2:], buffers[1])[1] if teacher else rows(target, at)
-            if forward and not half:
-                *part, g = kernels.row_pass(z, t, c, any(needs), o, z)
-            else:
-                saved = None if forward else stats[:, at].contiguous()
-                part = kernels.row_statistics(z, t, c, o) if forward else (None, saved)
-                flat = c  # the coefficient in the buffer
-                if half:  # over the factor by which an entry can exceed 1: no overflow
-                    loss, m, s = part[1][:3]
-                    excess = loss if o.divergence == "reverse_kl" else o.z_loss * (m + s.log())
-                    bound = (1 + 2 * excess.abs()).clamp(max=1e30)
-                    bound = torch.where(c != 0, bound, 1.0)
-                    flat, c = torch.where(c != 0, scale / bound, 0.0).to(acc), c * bound
-                g = kernels.row_gradient(z, t, flat, None, part[1], o, z) if any(needs) else None
-            parts.append(part)
-            if need_hidden:
-                direct = index is None and group is None
-                d = grad_hidden[to] if direct else h.new_empty(
-                    h.shape, dtype=acc if half or group is not None else hidden.dtype)
-                d = _sum_over(gemm(d, g, heads[0]), group)
-                d = d.mul_((c / scale)[:, None]) if half else d
-                d = d if void is None else d.masked_fill_(void, 0.0)
-                if index is not None:
-                    grad_hidden.index_copy_(0, to, d.to(grad_hidden.dtype))
-                elif not direct:
-                    grad_hidden[to].copy_(d)
-            if half or need_bias:  # c in hidden
-                share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)[:, None]
-            if need_weight:
-                gemm(grad_weight, g.t(), h * share if half else h, add=start > 0)
-            if need_bias:
-                gemm(grad_bias, share.t(), g, add=start > 0)
+    buffers = w.new_empty((1 + teacher, min(n, size), V), dtype=o.dtype)
+    for start in range(0, max(n, 1), size):  # no row at all is a chunk of none
+        to = at = slice(start, start + size) if index is None else index[start : start + size]
+        if padded:
+            at = to.clamp(max=N - 1)
+        c = None if every else rows(coefficients, to)
+        void = None if every else (c == 0)[:, None]
+        h, z = head(hidden, at, void, *heads[:2], buffers[0])
+        c = rows(coefficients, to) if every else c
+        if start == 0:  # what follows was left until the first GEMM is on its way
+            peak = coefficients.abs().amax() if half and N else 1.0
+            grad_hidden = filled(N + padded if need_hidden else 0, H,
+                                 dtype=acc if half else hidden.dtype)
+            grad_weight = weight.new_empty((V if need_weight else 0, H),
+                                           dtype=acc if half or n > size else weight.dtype)
+            grad_bias = w.new_empty(1, V if need_bias else 0)
+        t = head(target, at, void, *heads[2:], buffers[1])[1] if teacher else rows(target, at)
+        if forward and not half:
+            *part, g = kernels.row_pass(z, t, c, any(needs), o, z)
+        else:
+            saved = None if forward else stats[:, at].contiguous()
+            part = kernels.row_statistics(z, t, c, o) if forward else (None, saved)
+            flat = c  # the coefficient in the buffer
+            if half:  # over the factor by which an entry can exceed 1: no overflow
+                loss, m, s = part[1][:3]
+                excess = loss if o.divergence == "reverse_kl" else o.z_loss * (m + s.log())
+                bound = (1 + 2 * excess.abs()).clamp(max=1e30)
+                bound = torch.where(c != 0, bound, 1.0)
+                flat, c = torch.where(c != 0, scale / bound, 0.0).to(acc), c * bound
+            g = kernels.row_gradient(z, t, flat, None, part[1], o, z) if any(needs) else None
+        parts.append(part)
+        if need_hidden:
+            direct = index is None and group is None
+            d = grad_hidden[to] if direct else h.new_empty(
+                h.shape, dtype=acc if half or group is not None else hidden.dtype)
+            d = _sum_over(gemm(d, g, heads[0]), group)
+            d = d.mul_((c / scale)[:, None]) if half else d
+            d = d if void is None else d.masked_fill_(void, 0.0)
+            if index is not None:
+                grad_hidden.index_copy_(0, to, d.to(grad_hidden.dtype))
+            elif not direct:
+                grad_hidden[to].copy_(d)
+        if half or need_bias:  # c in hidden
+            share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)[:, None]
+        if need_weight:
+            gemm(grad_weight, g.t(), h * share if half else h, add=start > 0)
+        if need_bias:
+            gemm(grad_bias, share.t(), g, add=start > 0)
     if half:
         grad_weight, grad_bias = (x.mul_(peak / scale) for x in (grad_weight, grad_bias))
     grads = grad_hidden[:N], grad_weight if half else grad_weight.to(weight.dtype), grad_bias[0]
@@ -472,7 +471,8 @@ def loss_pass(kernels, o: Options, *tensors, prepared=None):
     weight is None logits. Then in backward upstream, stats, count: only the gradients are given.
     """
     if tensors[1] is not None:
-        return linear_chunks(kernels, o, *tensors, prepared=prepared)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return linear_chunks(kernels, o, *tensors, prepared=prepared)
     x, _, _, target, _, _, w, *saved = tensors
     if saved:
         upstream, stats = saved[0].expand(len(w)), saved[1]

@@ -221,7 +221,8 @@ def _statistics_kernel(
     tile = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     whole = V // BLOCK * BLOCK  # up to here no column needs a mask
     EVICT: tl.constexpr = "evict_last" if GRADIENT and BACKWARDS else ""
-    for start in range(0, whole, BLOCK):
+    STAGES: tl.constexpr = 1 if LABELS else 3  # two streams of loads gain from a pipeline, one loses
+    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         x, m, s, tm, ts = _statistics_block(
             logits_ptr, target_ptr, start + tile, column, V, vocab_size, x, m, s, tm, ts, False,
             ACC, DISTRIBUTION, O, EVICT)
@@ -392,7 +393,7 @@ def _launch(kernel, grid: int, args, constants, num_warps: int) -> None:
     pointers and integers that 16 divides, integers of 64 bits, and 1.
     """
     with torch.cuda.device_of(args[0]):
-        key = (kernel, args[0].device, num_warps, *constants, *[
+        key = (id(kernel), args[0].device, num_warps, *constants, *[
             (x % 16, x == 1, -(2**31) <= x < 2**31) if isinstance(x, int)
             else (x.dtype, x.data_ptr() % 16) for x in args])
         compiled = _compiled.get(key)
@@ -426,7 +427,7 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, zeroed=False, p
     # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
     item, labels = logits.element_size(), o.target_format == "labels"
     wide = V * item > 2**17
-    size = 8192 if not gradient else 32768 if wide and labels else 16384  # bytes of a block
+    size = 8192 if not (gradient and labels) else 32768 if wide else 16384  # bytes of a block
     block = min(max(_power_of_2(V), 32), size // item)
     warps = max(block * item // (1024 if wide or not gradient or not labels else 2048), 1)
     if N:
@@ -461,8 +462,7 @@ def _scaled(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def _launch_prepare(keep, void, w=None, index=None, out=None) -> None:
-    n = len(keep)
+def _launch_prepare(keep, n, void, w=None, index=None, out=None) -> None:
     if n:
         block = min(max(_power_of_2(n), 16), 4096)
         _launch(_prepare_kernel, 1 if out is None else 1 + n, (
@@ -492,22 +492,21 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         mean_of_labels = options == ("mean", None, None) and o.target_format == "labels"
         if loss_mask is not None or not mean_of_labels or torch.compiler.is_compiling():
             return super().prepare(o, linear, x, target, loss_mask, ignore_index, *options)
-        keep, dtype = target.contiguous().view(-1), reference._accumulator(x.dtype)
-        n, index, out = len(keep), None, None
-        w = torch.empty(n, device=x.device, dtype=dtype)
+        keep, n, index, out = target.contiguous(), target.numel(), None, None
+        w = x.new_empty(n, dtype=reference._accumulator(x.dtype))
         if linear and o.skip == "rows" and n:
-            index = torch.empty(n + 1, device=x.device, dtype=torch.int64)
+            index = target.new_empty(n + 1, dtype=torch.int64)
         elif o.early and not linear and not o.vocab_group:
-            out = torch.empty((n, x.shape[-1]), device=x.device, dtype=x.dtype)
-        _launch_prepare(keep, ignore_index, w, index, out)
+            out = x.new_empty((n, x.shape[-1]))
+        _launch_prepare(keep, n, ignore_index, w, index, out)
         return w, out if index is None else (index[:n], index[n])
 
     def kept(self, keep):
         n = len(keep)
         if not n:
             return super().kept(keep)
-        index = torch.empty(n + 1, device=keep.device, dtype=torch.int64)
-        _launch_prepare(keep.contiguous(), 0, index=index)
+        index = keep.new_empty(n + 1, dtype=torch.int64)
+        _launch_prepare(keep.contiguous(), n, 0, index=index)
         return index[:n], index[n]
 
     def row_statistics(self, logits, target, w, o):
