@@ -69,14 +69,16 @@ def _load(row, columns, V, MASKED: tl.constexpr, ACC: tl.constexpr, SOFTCAP: tl.
 
 
 @triton.jit
-def _target(row, columns, column, V, vocab_size, MASKED: tl.constexpr, ACC: tl.constexpr,
-            O: tl.constexpr, EVICT: tl.constexpr):
+def _target(row, columns, MASKED: tl.constexpr, ACC: tl.constexpr, O: tl.constexpr,
+            EVICT: tl.constexpr):
     """Teacher logits t, or q: probabilities, or a label's one-hot ones, smoothed."""
+    _, target, column, V, vocab_size = row
     if O.target_format == "logits":
-        t = _load(row, columns, V, MASKED, ACC, O.teacher_softcap, O.temperature, EVICT)
+        t = _load(target, columns, V, MASKED, ACC, O.teacher_softcap, O.temperature, EVICT)
     elif O.target_format == "probabilities":
         # + 0.0: on the sum of a bare load, Triton 3.6's OptimizeThreadLocality pass fails.
-        t = tl.load(row + columns, mask=columns < V, other=0.0, eviction_policy=EVICT).to(ACC) + 0.0
+        t = tl.load(target + columns, mask=columns < V, other=0.0, eviction_policy=EVICT)
+        t = t.to(ACC) + 0.0
     else:  # the constants meet a tensor of type ACC, or they would be float32
         each = tl.full([], O.label_smoothing, ACC) / vocab_size
         t = tl.where(columns == column, 1.0, 0.0).to(ACC) * (1.0 - O.label_smoothing) + each
@@ -85,12 +87,13 @@ def _target(row, columns, column, V, vocab_size, MASKED: tl.constexpr, ACC: tl.c
 
 
 @triton.jit
-def _moved(x, m, s, tm, ts, new_m, new_tm, DISTRIBUTION: tl.constexpr, O: tl.constexpr):
-    """x, s, ts relative to the maxima m, tm -> relative to new_m, new_tm (see masked_ce.merge)."""
+def _moved(state, new_m, new_tm, O: tl.constexpr):
+    """State relative to the maxima m, tm -> relative to new_m, new_tm (see masked_ce.merge)."""
     TEACHER: tl.constexpr = O.target_format == "logits"
+    x, m, s, tm, ts = state
     dm = m - _finite(new_m)
     scale = tl.exp(dm)
-    if DISTRIBUTION:
+    if O.target_format != "labels" or O.label_smoothing > 0.0:
         t_scale = tl.exp(tm - _finite(new_tm)) if TEACHER else 1.0
         shift = -_finite(dm)
         if TEACHER and O.divergence != "cross_entropy":
@@ -105,18 +108,20 @@ def _moved(x, m, s, tm, ts, new_m, new_tm, DISTRIBUTION: tl.constexpr, O: tl.con
 
 
 @triton.jit
-def _statistics_block(logits, target, columns, column, V, vocab_size, x, m, s, tm, ts,
-                      MASKED: tl.constexpr, ACC: tl.constexpr, DISTRIBUTION: tl.constexpr,
-                      O: tl.constexpr, EVICT: tl.constexpr):
-    """The running statistics (lanes,) after one more block of columns (lanes, VECTOR)."""
+def _statistics_block(row, columns, state, MASKED: tl.constexpr, O: tl.constexpr,
+                      EVICT: tl.constexpr):
+    """The running state, (lanes,) each, after one more block of columns (lanes, VECTOR)."""
+    DISTRIBUTION: tl.constexpr = O.target_format != "labels" or O.label_smoothing > 0.0
+    logits, _, _, V, _ = row
+    _, m, _, new_tm, _ = state
+    ACC: tl.constexpr = m.dtype
     z = _load(logits, columns, V, MASKED, ACC, O.softcap, O.temperature, EVICT)
     new_m = tl.maximum(m, tl.max(z, 1))
-    new_tm = tm
     if DISTRIBUTION:
-        t = _target(target, columns, column, V, vocab_size, MASKED, ACC, O, EVICT)
+        t = _target(row, columns, MASKED, ACC, O, EVICT)
         if O.target_format == "logits":
-            new_tm = tl.maximum(tm, tl.max(t, 1))
-    x, s, ts = _moved(x, m, s, tm, ts, new_m, new_tm, DISTRIBUTION, O)
+            new_tm = tl.maximum(new_tm, tl.max(t, 1))
+    x, s, ts = _moved(state, new_m, new_tm, O)
     below = z - _finite(new_m)[:, None]
     e = tl.exp(below)
     s += tl.sum(e, 1)
@@ -138,21 +143,22 @@ def _statistics_block(logits, target, columns, column, V, vocab_size, x, m, s, t
 
 
 @triton.jit
-def _gradient_block(logits, target, out, columns, column, V, vocab_size, c, x, m, s, tm, ts,
-                    MASKED: tl.constexpr, ACC: tl.constexpr, O: tl.constexpr):
+def _gradient_block(row, out, columns, c, state, MASKED: tl.constexpr, O: tl.constexpr):
     """Stores c * dl/dlogits of some columns, rounded here and nowhere before."""
-    logit = _load(logits, columns, V, MASKED, ACC, 0.0, 1.0, "evict_first")
+    logits, _, column, V, _ = row
+    x, m, s, tm, ts = state
+    logit = _load(logits, columns, V, MASKED, m.dtype, 0.0, 1.0, "evict_first")
     z = _transformed(logit, O.softcap, O.temperature)
     below = z - m
     p = tl.exp(below) * (1.0 / s)
     if O.target_format == "labels":
         grad = p * (1.0 + 2.0 * O.z_loss * (m + tl.log(s))) if O.z_loss > 0.0 else p
         if O.label_smoothing > 0.0:
-            grad -= _target(target, columns, column, V, vocab_size, MASKED, ACC, O, "")
+            grad -= _target(row, columns, MASKED, m.dtype, O, "")
         else:
             grad = tl.where(columns == column, grad - 1.0, grad)
     else:
-        t = _target(target, columns, column, V, vocab_size, MASKED, ACC, O, "evict_first")
+        t = _target(row, columns, MASKED, m.dtype, O, "evict_first")
         TEACHER: tl.constexpr = O.target_format == "logits"
         if O.divergence == "reverse_kl":
             log_q = (t - tm) - tl.log(ts) if TEACHER else tl.log(t)
@@ -167,6 +173,14 @@ def _gradient_block(logits, target, out, columns, column, V, vocab_size, c, x, m
         tl.store(out + columns, grad, mask=columns < V)
     else:
         tl.store(out + columns, grad, eviction_policy="evict_first")
+
+
+@triton.jit
+def _store_zeros(out, V, BLOCK: tl.constexpr):
+    zero = tl.zeros([BLOCK], out.dtype.element_ty)
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        tl.store(out + columns, zero, mask=columns < V, eviction_policy="evict_first")
 
 
 # ---------------------------------------------------------------------------------------- kernels
@@ -193,53 +207,44 @@ def _statistics_kernel(
     ACC: tl.constexpr = w_ptr.dtype.element_ty
     VECTOR: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes
     LABELS: tl.constexpr = O.target_format == "labels"
-    DISTRIBUTION: tl.constexpr = not LABELS or O.label_smoothing > 0.0
     TEACHER: tl.constexpr = O.target_format == "logits"
     N = tl.num_programs(0)
-    row = tl.program_id(0).to(tl.int64)
-    w = tl.load(w_ptr + row)
-    logits_ptr += row * logits_stride
-    target_ptr += row * target_stride
-    out_ptr += row * out_stride
-    flat = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64)
+    w = tl.load(w_ptr + at)
+    logits_ptr += at * logits_stride
+    target_ptr += at * target_stride
+    out_ptr += at * out_stride
     if w == 0:
         for k in tl.static_range(6):
-            tl.store(stats_ptr + k * N + row, w)
+            tl.store(stats_ptr + k * N + at, w)
         if GRADIENT and not ZEROED:
-            for start in range(0, V, BLOCK):
-                zero = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
-                tl.store(out_ptr + start + flat, zero, mask=start + flat < V,
-                         eviction_policy="evict_first")
+            _store_zeros(out_ptr, V, BLOCK)
         return
     column = tl.load(target_ptr).to(tl.int64) - first if LABELS else 0
+    row = (logits_ptr, target_ptr, column, V, vocab_size)
 
-    x = tl.zeros([BLOCK // VECTOR], ACC)
-    m = tl.full([BLOCK // VECTOR], -INF, ACC)
-    s = tl.zeros([BLOCK // VECTOR], ACC)
-    tm = tl.full([BLOCK // VECTOR], -INF if TEACHER else 0.0, ACC)
-    ts = tl.zeros([BLOCK // VECTOR], ACC)
+    zero = tl.zeros([BLOCK // VECTOR], ACC)
+    lowest = tl.full([BLOCK // VECTOR], -INF, ACC)
+    state = (zero, lowest, zero, lowest if TEACHER else zero, zero)
     tile = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     whole = V // BLOCK * BLOCK  # up to here no column needs a mask
     EVICT: tl.constexpr = "evict_last" if GRADIENT and BACKWARDS else ""
-    STAGES: tl.constexpr = 1 if LABELS else 3  # two streams of loads gain from a pipeline, one loses
+    STAGES: tl.constexpr = 1 if LABELS else 3  # two streams of loads gain by it, one loses
     for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
-        x, m, s, tm, ts = _statistics_block(
-            logits_ptr, target_ptr, start + tile, column, V, vocab_size, x, m, s, tm, ts, False,
-            ACC, DISTRIBUTION, O, EVICT)
+        state = _statistics_block(row, start + tile, state, False, O, EVICT)
     if whole < V:
-        x, m, s, tm, ts = _statistics_block(
-            logits_ptr, target_ptr, whole + tile, column, V, vocab_size, x, m, s, tm, ts, True,
-            ACC, DISTRIBUTION, O, EVICT)
+        state = _statistics_block(row, whole + tile, state, True, O, EVICT)
 
+    _, m, _, tm, _ = state
     row_m = tl.max(m, 0)
     row_tm = tl.max(tm, 0)
-    x, s, ts = _moved(x, m, s, tm, ts, row_m, row_tm, DISTRIBUTION, O)
+    x, s, ts = _moved(state, row_m, row_tm, O)
     # Reverse KL is the small difference of x / s and log s.
     WIDE: tl.constexpr = tl.float64 if O.divergence == "reverse_kl" else ACC
     x = tl.sum(x.to(WIDE), 0)
     s = tl.sum(s.to(WIDE), 0)
     ts = tl.sum(ts.to(WIDE), 0)
-    if not DISTRIBUTION:
+    if LABELS and O.label_smoothing == 0.0:
         here = (column >= 0) & (column < V)
         z = tl.load(logits_ptr + column, mask=here, other=0.0).to(ACC)
         x = tl.where(here, _finite(row_m) - _transformed(z, O.softcap, O.temperature), 0.0)
@@ -259,25 +264,19 @@ def _statistics_kernel(
             known = (column >= 0) & (column < V)
             x = tl.where(known, x, float("nan"))
             s = tl.where(known, s, float("nan"))  # takes it to the gradient
-        tl.store(stats_ptr + 5 * N + row, w * x)
-    x = x.to(ACC)
-    s = s.to(ACC)
-    ts = ts.to(ACC)
-    tl.store(stats_ptr + row, x)
-    tl.store(stats_ptr + N + row, row_m)
-    tl.store(stats_ptr + 2 * N + row, s)
-    tl.store(stats_ptr + 3 * N + row, row_tm)
-    tl.store(stats_ptr + 4 * N + row, ts)
+        tl.store(stats_ptr + 5 * N + at, w * x)
+    final = (x.to(ACC), row_m, s.to(ACC), row_tm, ts.to(ACC))
+    for k in tl.static_range(5):
+        tl.store(stats_ptr + k * N + at, final[k])
     if GRADIENT:
         tl.debug_barrier()  # in place: all have read the label's logit before it is overwritten
         if whole < V:
-            _gradient_block(logits_ptr, target_ptr, out_ptr, whole + flat, column, V, vocab_size, w,
-                            x, row_m, s, row_tm, ts, True, ACC, O)
+            columns = whole + tl.arange(0, BLOCK)
+            _gradient_block(row, out_ptr, columns, w, final, True, O)
         half = tl.arange(0, BLOCK // 2)
         for start in range(0, whole, BLOCK // 2):
-            at = whole - BLOCK // 2 - start if BACKWARDS else start
-            _gradient_block(logits_ptr, target_ptr, out_ptr, at + half, column, V, vocab_size, w, x,
-                            row_m, s, row_tm, ts, False, ACC, O)
+            begin = whole - BLOCK // 2 - start if BACKWARDS else start
+            _gradient_block(row, out_ptr, begin + half, w, final, False, O)
 
 
 @triton.jit
@@ -292,31 +291,27 @@ def _gradient_kernel(
     reads B, with a distribution 2B, and writes B; in all 2B or 3B. Of a row of weight 0 it reads
     the weight alone, and writes zeros.
     """
-    ACC: tl.constexpr = w_ptr.dtype.element_ty
     N = tl.num_programs(0) // blocks
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    at = (tl.program_id(0) // blocks).to(tl.int64)
     start = tl.program_id(0) % blocks * BLOCK
     columns = start + tl.arange(0, BLOCK)
-    out_ptr += row * out_stride
-    w = tl.load(w_ptr + row)
-    c = w * tl.load(upstream_ptr + row * upstream_stride) if UPSTREAM else w
+    out_ptr += at * out_stride
+    w = tl.load(w_ptr + at)
+    c = w * tl.load(upstream_ptr + at * upstream_stride) if UPSTREAM else w
     if (w == 0) | (c == 0):
         tl.store(out_ptr + columns, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=columns < V)
         return
-    logits_ptr += row * logits_stride
-    target_ptr += row * target_stride
+    logits_ptr += at * logits_stride
+    target_ptr += at * target_stride
     column = tl.load(target_ptr).to(tl.int64) - first if O.target_format == "labels" else 0
-    x = tl.load(stats_ptr + row)
-    m = tl.load(stats_ptr + N + row)
-    s = tl.load(stats_ptr + 2 * N + row)
-    tm = tl.load(stats_ptr + 3 * N + row)
-    ts = tl.load(stats_ptr + 4 * N + row)
+    row = (logits_ptr, target_ptr, column, V, vocab_size)
+    stats_ptr += at
+    state = (tl.load(stats_ptr), tl.load(stats_ptr + N), tl.load(stats_ptr + 2 * N),
+             tl.load(stats_ptr + 3 * N), tl.load(stats_ptr + 4 * N))
     if start + BLOCK <= V:
-        _gradient_block(logits_ptr, target_ptr, out_ptr, columns, column, V, vocab_size, c, x, m, s,
-                        tm, ts, False, ACC, O)
+        _gradient_block(row, out_ptr, columns, c, state, False, O)
     else:
-        _gradient_block(logits_ptr, target_ptr, out_ptr, columns, column, V, vocab_size, c, x, m, s,
-                        tm, ts, True, ACC, O)
+        _gradient_block(row, out_ptr, columns, c, state, True, O)
 
 
 @triton.jit
@@ -354,10 +349,7 @@ def _prepare_kernel(
     lanes = tl.arange(0, BLOCK)
     if row >= 0:
         if tl.load(keep_ptr + row) == void:
-            for start in range(0, V, BLOCK):
-                zero = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
-                tl.store(out_ptr + row * V + start + lanes, zero, mask=start + lanes < V,
-                         eviction_policy="evict_first")
+            _store_zeros(out_ptr + row * V, V, BLOCK)
         return
     count = tl.full([], 0, tl.int64)
     for start in range(0, N, BLOCK):
@@ -380,8 +372,6 @@ def _prepare_kernel(
 
 # --------------------------------------------------------------------------------------- launches
 INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
-
-
 _compiled = {}
 
 
@@ -403,72 +393,68 @@ def _launch(kernel, grid: int, args, constants, num_warps: int) -> None:
             compiled[(grid, 1, 1)](*args, *constants)
 
 
-def _constant(o):
-    """What the kernels see of Options: not chunk_size, or each would be compiled for."""
-    return reference.Options(*o[:7])
+def _block(n: int, least: int, most: int) -> int:
+    return min(max(1 << (n - 1).bit_length(), least), most)
 
 
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Rows whose columns lie side by side, at any distance from each other."""
-    return x if x.dim() == 1 or x.stride(1) == 1 else x.contiguous()
+def _arguments(logits, target, w, o):
+    """Rows whose columns lie side by side, at any distance from each other; the shard; and what the
+    kernels see of Options: not chunk_size, or each would be compiled for."""
+    logits, target = (x if x.stride(-1) == 1 else x.contiguous() for x in (logits, target))
+    return logits, target, w.contiguous(), o.shard(logits.shape[1])[1:], reference.Options(*o[:7])
 
 
 def _launch_statistics(logits, target, w, gradient, o, out=None, zeroed=False, partial=False):
     """-> w * loss (n,), statistics (5, n), and w * gradient, in `out` if given, or None."""
-    logits, target, w = _rows(logits), _rows(target), w.contiguous()
-    (N, V), (_, first, vocab_size) = logits.shape, o.shard(logits.shape[1])
-    stats = w.new_empty((6, N))
+    logits, target, w, shard, constant = _arguments(logits, target, w, o)
+    (N, V), stats = logits.shape, w.new_empty((6, len(w)))
     out = logits.new_empty((N, V)) if gradient and out is None else out
     to = out if gradient else logits
     # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
     item, labels = logits.element_size(), o.target_format == "labels"
     wide = V * item > 2**17
-    size = 8192 if not (gradient and labels) else 32768 if wide else 16384  # bytes of a block
-    block = min(max(_power_of_2(V), 32), size // item)
-    warps = max(block * item // (1024 if wide or not gradient or not labels else 2048), 1)
+    size, warps = (8192, 8) if not (gradient and labels) else (32768, 32) if wide else (16384, 8)
+    block = _block(V, 32, size // item)
     if N:
         _launch(_statistics_kernel, N, (
             logits, target, w, stats, to, logits.stride(0), target.stride(0), to.stride(0), V,
-            first, vocab_size), (
-            _constant(o), partial, gradient, zeroed, wide or not labels, block), warps)
+            *shard), (constant, partial, gradient, zeroed, wide or not labels, block),
+            max(warps * block * item // size, 1))
     return stats[5], stats[:5], out if gradient else None
 
 
 def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
-    logits, target, w = _rows(logits), _rows(target), w.contiguous()
-    (N, V), (_, first, vocab_size) = logits.shape, o.shard(logits.shape[1])
+    """-> w * upstream * gradient, in `out` if given. No upstream is one of 1."""
+    logits, target, w, shard, constant = _arguments(logits, target, w, o)
+    N, V = logits.shape
     out = logits.new_empty((N, V)) if out is None else out
     upstream, scaled = w if upstream is None else upstream, upstream is not None
-    block = min(max(_power_of_2(V), 16), 4096 // logits.element_size())
+    block = _block(V, 16, 4096 // logits.element_size())
     blocks = -(-V // block)
     if N:
         _launch(_gradient_kernel, N * blocks, (
             logits, target, w, upstream, stats, out, logits.stride(0), target.stride(0),
-            upstream.stride(0), out.stride(0), V, first, vocab_size, blocks),
-            (_constant(o), scaled, block), num_warps=2)
+            upstream.stride(0), out.stride(0), V, *shard, blocks), (constant, scaled, block), 2)
     return out
 
 
-def _scaled(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
+def _launch_scale(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
     n, block = grad.numel(), 8192
     acc = tl.float64 if grad.dtype == torch.float64 else tl.float32
     if n:
         _launch(_scale_kernel, min(-(-n // block), 2048), (grad, out, upstream, n),
-                (out is grad, acc, block), num_warps=8)
+                (out is grad, acc, block), 8)
     return out
 
 
-def _launch_prepare(keep, n, void, w=None, index=None, out=None) -> None:
-    if n:
-        block = min(max(_power_of_2(n), 16), 4096)
-        _launch(_prepare_kernel, 1 if out is None else 1 + n, (
-            keep, keep if w is None else w, keep if index is None else index,
-            keep if out is None else out, void, n, 0 if out is None else out.shape[1]),
-            (w is not None, index is not None, block), num_warps=8)
+def _launch_prepare(keep, void, w=None, out=None, indexed=False):
+    """Fills w and the void rows of out, where given. -> index, count if `indexed`."""
+    n, keep = keep.numel(), keep.contiguous()
+    index = keep.new_empty(n + 1, dtype=torch.int64) if indexed else keep
+    _launch(_prepare_kernel, 1 if out is None else 1 + n, (
+        keep, keep if w is None else w, index, keep if out is None else out, void, n,
+        0 if out is None else out.shape[1]), (w is not None, indexed, _block(n, 16, 4096)), 8)
+    return (index[:n], index[n]) if indexed else None
 
 
 # --------------------------------------------------------------------------- front door, custom ops
@@ -478,6 +464,7 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
     instance = "_triton"
     # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
     fused = (torch.bfloat16, torch.float32, torch.float64)
+    row_gradient = staticmethod(_launch_gradient)
 
     def loss(self, o, prepared, *tensors):
         if torch.compiler.is_compiling():
@@ -490,33 +477,23 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
                 "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
                 "set TRITON_INTERPRET=1 before anything imports triton")
         mean_of_labels = options == ("mean", None, None) and o.target_format == "labels"
-        if loss_mask is not None or not mean_of_labels or torch.compiler.is_compiling():
+        if (loss_mask is not None or not mean_of_labels or not target.numel()
+                or torch.compiler.is_compiling()):
             return super().prepare(o, linear, x, target, loss_mask, ignore_index, *options)
-        keep, n, index, out = target.contiguous(), target.numel(), None, None
-        w = x.new_empty(n, dtype=reference._accumulator(x.dtype))
-        if linear and o.skip == "rows" and n:
-            index = target.new_empty(n + 1, dtype=torch.int64)
-        elif o.early and not linear and not o.vocab_group:
-            out = x.new_empty((n, x.shape[-1]))
-        _launch_prepare(keep, n, ignore_index, w, index, out)
-        return w, out if index is None else (index[:n], index[n])
+        w = x.new_empty(target.numel(), dtype=reference._accumulator(x.dtype))
+        early = o.early and not linear and not o.vocab_group
+        out = x.new_empty((len(w), x.shape[-1])) if early else None
+        found = _launch_prepare(target, ignore_index, w, out, linear and o.skip == "rows")
+        return w, found if linear else out
 
     def kept(self, keep):
-        n = len(keep)
-        if not n:
-            return super().kept(keep)
-        index = keep.new_empty(n + 1, dtype=torch.int64)
-        _launch_prepare(keep.contiguous(), n, 0, index=index)
-        return index[:n], index[n]
+        return _launch_prepare(keep, 0, indexed=True) if len(keep) else super().kept(keep)
 
     def row_statistics(self, logits, target, w, o):
         if o.vocab_group:
             return reference.row_statistics(logits, target, w, o, lambda *args: _launch_statistics(
                 *args[:3], False, o, partial=True)[1])
         return _launch_statistics(logits, target, w, False, o)[:2]
-
-    def row_gradient(self, logits, target, w, upstream, stats, o, out=None):
-        return _launch_gradient(logits, target, w, upstream, stats, o, out)
 
     def row_pass(self, logits, target, w, gradient, o, out=None):
         if o.vocab_group:
@@ -527,9 +504,9 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
     def scaled(self, ctx, grad, upstream, dtype):
         """In place where nobody else holds the gradient: an upstream of 1 then costs nothing."""
         if grad.dtype != dtype or ctx.options.retain_graph:
-            return _scaled(grad, upstream, torch.empty_like(grad, dtype=dtype))
+            return _launch_scale(grad, upstream, torch.empty_like(grad, dtype=dtype))
         ctx.spent = True
-        return _scaled(grad, upstream, grad)
+        return _launch_scale(grad, upstream, grad)
 
 
 class _Traced(TritonCrossEntropy):
@@ -552,10 +529,9 @@ masked_linear_distillation = _triton.masked_linear_distillation
 NAMESPACE = "masked_ce_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in __name__)
 TENSORS = ("Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? teacher_weight, "
            "Tensor? teacher_bias, Tensor w")
-OPTIONS = ("str target_format, str divergence, float label_smoothing, float z_loss, float softcap, "
-           "float teacher_softcap, float temperature, str vocab_group, bool per_token, bool early, "
-           "bool[] needs, str skip, SymInt chunk_size, SymInt max_kept, ScalarType dtype, "
-           "bool retain_graph")
+KINDS = {str: "str", float: "float", bool: "bool", int: "SymInt", torch.dtype: "ScalarType"}
+OPTIONS = ", ".join(f"{KINDS.get(kind, 'bool[]')} {name}"
+                    for name, kind in reference.Options.__annotations__.items())
 COUNT = len(reference.Options._fields)
 
 
