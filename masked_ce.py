@@ -534,8 +534,8 @@ def loss_function(kernels):
 
 # -------------------------------------------------------------------------------------- front door
 class Meta(NamedTuple):
-    """What the checks may see of a tensor: hashable, so that a call like an earlier one skips them
-    (they took a third of the host's time before the first kernel)."""
+    """What the checks may see of a tensor. It has a hash: a call like an earlier one skips them,
+    for the GPU waits meanwhile."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -8,6 +8,8 @@ B in the kernels' heads is the size in bytes of N*V logits, or of as many target
 
 Needs a GPU; CPU tensors run where TRITON_INTERPRET=1 was set before anything imported triton.
 """
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -183,15 +185,13 @@ def _store_zeros(out, V, BLOCK: tl.constexpr):
         tl.store(out + columns, zero, mask=columns < V, eviction_policy="evict_first")
 
 
-# ---------------------------------------------------------------------------------------- kernels
-# O, in all of them, is a masked_ce.Options as a compile-time constant.
+# ------------------------------------------------------------ kernels; O is a masked_ce.Options
 @triton.jit
 def _statistics_kernel(
     logits_ptr, target_ptr, w_ptr,  # (N, V), (N, V) or (N,), (N,)
     stats_ptr, out_ptr,  # (6, N): five statistics and w * loss, (N, V) which may be the logits
     logits_stride, target_stride, out_stride, V, first, vocab_size, O: tl.constexpr,
-    PARTIAL: tl.constexpr, GRADIENT: tl.constexpr, ZEROED: tl.constexpr, BACKWARDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTIAL: tl.constexpr, GRADIENT: tl.constexpr, ZEROED: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """w * loss and the statistics of a row, online (Milakov and Gimelshein, arXiv 1805.02867), and
     with GRADIENT w * dl/dlogits after them.
@@ -199,9 +199,9 @@ def _statistics_kernel(
     Grid (N,), a program a row. One pass: reads B, with a distribution 2B, and writes 6 numbers a
     row. The running maxima and sums are vectors, a lane for each VECTOR columns that a thread loads
     at once, so that the loop needs no reduction across threads. PARTIAL: the columns are a shard;
-    masked_ce finishes. GRADIENT, a second pass: reads them again and writes B; in all 3B, with a
-    distribution 5B. BACKWARDS, from the row's end: what was read last is still in the L2 cache,
-    while a second pass from the start would find each block just evicted.
+    masked_ce finishes. GRADIENT, a second pass, from the row's end: reads them again and writes B,
+    in all 3B, with a distribution 5B; but what was read last is still in the L2 cache, where a pass
+    from the start would find each block just evicted.
     Of a row of weight 0 it reads the weight alone, and writes zeros (ZEROED: out has them).
     """
     ACC: tl.constexpr = w_ptr.dtype.element_ty
@@ -228,16 +228,14 @@ def _statistics_kernel(
     state = (zero, lowest, zero, lowest if TEACHER else zero, zero)
     tile = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     whole = V // BLOCK * BLOCK  # up to here no column needs a mask
-    EVICT: tl.constexpr = "evict_last" if GRADIENT and BACKWARDS else ""
+    EVICT: tl.constexpr = "evict_last" if GRADIENT else ""
     STAGES: tl.constexpr = 1 if LABELS else 3  # two streams of loads gain by it, one loses
     for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         state = _statistics_block(row, start + tile, state, False, O, EVICT)
     if whole < V:
         state = _statistics_block(row, whole + tile, state, True, O, EVICT)
 
-    _, m, _, tm, _ = state
-    row_m = tl.max(m, 0)
-    row_tm = tl.max(tm, 0)
+    row_m, row_tm = tl.max(state[1], 0), tl.max(state[3], 0)
     x, s, ts = _moved(state, row_m, row_tm, O)
     # Reverse KL is the small difference of x / s and log s.
     WIDE: tl.constexpr = tl.float64 if O.divergence == "reverse_kl" else ACC
@@ -275,7 +273,7 @@ def _statistics_kernel(
             _gradient_block(row, out_ptr, columns, w, final, True, O)
         half = tl.arange(0, BLOCK // 2)
         for start in range(0, whole, BLOCK // 2):
-            begin = whole - BLOCK // 2 - start if BACKWARDS else start
+            begin = whole - BLOCK // 2 - start
             _gradient_block(row, out_ptr, begin + half, w, final, False, O)
 
 
@@ -305,9 +303,9 @@ def _gradient_kernel(
     target_ptr += at * target_stride
     column = tl.load(target_ptr).to(tl.int64) - first if O.target_format == "labels" else 0
     row = (logits_ptr, target_ptr, column, V, vocab_size)
-    stats_ptr += at
-    state = (tl.load(stats_ptr), tl.load(stats_ptr + N), tl.load(stats_ptr + 2 * N),
-             tl.load(stats_ptr + 3 * N), tl.load(stats_ptr + 4 * N))
+    stats = stats_ptr + at
+    state = (tl.load(stats), tl.load(stats + N), tl.load(stats + 2 * N), tl.load(stats + 3 * N),
+             tl.load(stats + 4 * N))
     if start + BLOCK <= V:
         _gradient_block(row, out_ptr, columns, c, state, False, O)
     else:
@@ -315,12 +313,10 @@ def _gradient_kernel(
 
 
 @triton.jit
-def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, ACC: tl.constexpr,
-                  BLOCK: tl.constexpr):
+def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
     """out = x * upstream. In place, an upstream of 1, the usual one, is all that it reads.
 
-    Grid (at most 2048 programs,), each strides over the blocks. One pass: reads n numbers, writes
-    n; the bytes of x and of out.
+    Grid (at most 2048 programs,), each strides over the blocks. One pass: reads and writes n.
     """
     upstream = tl.load(upstream_ptr)
     if IN_PLACE:
@@ -328,7 +324,7 @@ def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, ACC: 
             return
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < n).to(ACC)
+        x = tl.load(x_ptr + at, mask=at < n).to(upstream.dtype)
         x = tl.where(x == 0, x, x * upstream)  # a masked row stays 0, even times inf
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < n)
 
@@ -342,11 +338,10 @@ def _prepare_kernel(
 
     Program 0, with WEIGHTS: w = kept / max(number of kept, 1). With INDEX: the kept rows' places in
     order, then N; index[N] = their number. It reads 2N numbers and writes N of each.
-    The others, if there are any (grid (1 + N,)): zeros in the rows of out that are not kept. The
-    GPU writes them while the host prepares the next launch.
+    The others, of a grid (1 + N,): zeros in the rows of out that are not kept, written while the
+    host prepares the next launch.
     """
-    row = tl.program_id(0).to(tl.int64) - 1
-    lanes = tl.arange(0, BLOCK)
+    row, lanes = tl.program_id(0).to(tl.int64) - 1, tl.arange(0, BLOCK)
     if row >= 0:
         if tl.load(keep_ptr + row) == void:
             _store_zeros(out_ptr + row * V, V, BLOCK)
@@ -378,9 +373,8 @@ _compiled = {}
 def _launch(kernel, grid: int, args, constants, num_warps: int) -> None:
     """kernel[(grid,)](*args, *constants) on the tensors' device.
 
-    The host's time counts until the first kernel runs, and a launch is two thirds Triton's lookup
-    of the compiled kernel. So they are kept here, by all that Triton specialises on: types, and
-    pointers and integers that 16 divides, integers of 64 bits, and 1.
+    Triton's lookup of the compiled kernel is most of a launch, and the GPU waits for it. The key
+    here has all that Triton specialises on: types, what 16 divides, 64-bit integers, and 1.
     """
     with torch.cuda.device_of(args[0]):
         key = (id(kernel), args[0].device, num_warps, *constants, *[
@@ -398,14 +392,15 @@ def _block(n: int, least: int, most: int) -> int:
 
 
 def _arguments(logits, target, w, o):
-    """Rows whose columns lie side by side, at any distance from each other; the shard; and what the
-    kernels see of Options: not chunk_size, or each would be compiled for."""
+    """Rows with their columns side by side, the shard, and the Options that kernels depend on."""
     logits, target = (x if x.stride(-1) == 1 else x.contiguous() for x in (logits, target))
     return logits, target, w.contiguous(), o.shard(logits.shape[1])[1:], reference.Options(*o[:7])
 
 
-def _launch_statistics(logits, target, w, gradient, o, out=None, zeroed=False, partial=False):
-    """-> w * loss (n,), statistics (5, n), and w * gradient, in `out` if given, or None."""
+def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
+    """-> w * loss (n,), statistics (5, n), and w * gradient or None. It may go to `out`: the logits
+    themselves, or what `prepare` has zeroed where w is 0."""
+    zeroed = out is not None and out is not logits
     logits, target, w, shard, constant = _arguments(logits, target, w, o)
     (N, V), stats = logits.shape, w.new_empty((6, len(w)))
     out = logits.new_empty((N, V)) if gradient and out is None else out
@@ -418,7 +413,7 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, zeroed=False, p
     if N:
         _launch(_statistics_kernel, N, (
             logits, target, w, stats, to, logits.stride(0), target.stride(0), to.stride(0), V,
-            *shard), (constant, partial, gradient, zeroed, wide or not labels, block),
+            *shard), (constant, partial, gradient, zeroed, block),
             max(warps * block * item // size, 1))
     return stats[5], stats[:5], out if gradient else None
 
@@ -435,15 +430,6 @@ def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
         _launch(_gradient_kernel, N * blocks, (
             logits, target, w, upstream, stats, out, logits.stride(0), target.stride(0),
             upstream.stride(0), out.stride(0), V, *shard, blocks), (constant, scaled, block), 2)
-    return out
-
-
-def _launch_scale(grad: Tensor, upstream: Tensor, out: Tensor) -> Tensor:
-    n, block = grad.numel(), 8192
-    acc = tl.float64 if grad.dtype == torch.float64 else tl.float32
-    if n:
-        _launch(_scale_kernel, min(-(-n // block), 2048), (grad, out, upstream, n),
-                (out is grad, acc, block), 8)
     return out
 
 
@@ -498,27 +484,23 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
     def row_pass(self, logits, target, w, gradient, o, out=None):
         if o.vocab_group:
             return super().row_pass(logits, target, w, gradient, o, out)
-        zeroed = out is not None and out is not logits  # by `prepare`
-        return _launch_statistics(logits, target, w, gradient, o, out, zeroed)
+        return _launch_statistics(logits, target, w, gradient, o, out)
 
     def scaled(self, ctx, grad, upstream, dtype):
         """In place where nobody else holds the gradient: an upstream of 1 then costs nothing."""
-        if grad.dtype != dtype or ctx.options.retain_graph:
-            return _launch_scale(grad, upstream, torch.empty_like(grad, dtype=dtype))
-        ctx.spent = True
-        return _launch_scale(grad, upstream, grad)
+        alone, n = grad.dtype == dtype and not ctx.options.retain_graph, grad.numel()
+        ctx.spent |= alone
+        out = grad if alone else torch.empty_like(grad, dtype=dtype)
+        if n:
+            blocks = min(-(-n // 8192), 2048)
+            _launch(_scale_kernel, blocks, (grad, out, upstream, n), (alone, 8192), 8)
+        return out
 
 
-class _Traced(TritonCrossEntropy):
-    """What the custom op's backward calls: a custom op, and nothing in place."""
-
-    scaled = reference.MaskedCrossEntropy.scaled
-
-    def gradients(self, o, *tensors):
-        return loss_gradients_op(*tensors, *o)
-
-
-_triton, _traced = TritonCrossEntropy(), _Traced()
+_triton = TritonCrossEntropy()
+_traced = SimpleNamespace(  # what the ops' backward calls: an op, and nothing in place
+    scaled=super(TritonCrossEntropy, _triton).scaled,
+    gradients=lambda o, *tensors: loss_gradients_op(*tensors, *o))
 masked_cross_entropy = _triton.masked_cross_entropy
 masked_cross_entropy_from_distribution = _triton.masked_cross_entropy_from_distribution
 masked_linear_cross_entropy = _triton.masked_linear_cross_entropy
@@ -533,11 +515,6 @@ KINDS = {str: "str", float: "float", bool: "bool", int: "SymInt", torch.dtype: "
 OPTIONS = ", ".join(f"{KINDS.get(kind, 'bool[]')} {name}"
                     for name, kind in reference.Options.__annotations__.items())
 COUNT = len(reference.Options._fields)
-
-
-def _packed(args):
-    """One Options and the tensors, of the tensors and an Options' fields."""
-    return reference.Options(*args[-COUNT:]), *args[:-COUNT]
 
 
 def _fake_gradients(o, x, weight, *args):
@@ -561,13 +538,13 @@ def _fake_loss(o, x, weight, *args):
 def _op(function):
     """Of tensors and an Options' fields; an op has no None to return."""
     return lambda *args: tuple(
-        torch.empty(0, device="cpu") if x is None else x for x in function(*_packed(args)))
+        torch.empty(0, device="cpu") if x is None else x
+        for x in function(reference.Options(*args[-COUNT:]), *args[:-COUNT]))
 
 
 def _setup(ctx, inputs, output):
-    o, *tensors = _packed(inputs)
     ctx.mark_non_differentiable(*output[1:])
-    reference.loss_setup(ctx, tensors, o, output)
+    reference.loss_setup(ctx, inputs[:-COUNT], reference.Options(*inputs[-COUNT:]), output)
 
 
 loss_op = torch.library.custom_op(
