@@ -204,12 +204,14 @@ class Options(NamedTuple):
         return group, group.rank() * columns, group.size() * columns
 
     def chunk(self, rows: int, weight: Tensor, buffers: int) -> int:
-        """Rows in a chunk, all even. Up to 4H are one: halves of it and the float32 grad_weight
-        that a second chunk needs take no less memory. More go by 2.5 GiB of logits or 2H rows."""
+        """Rows in a chunk, all even. One chunk up to 4H rows, as halves of it and the float32
+        grad_weight that a second needs take no less memory, or up to 5 GiB of logits, to spare the
+        passes over that; beyond, chunks of at most half of it."""
         vocab, hidden = weight.shape
-        limit = self.chunk_size or 4 * hidden // buffers
-        if not self.chunk_size and rows > limit:
-            limit = max(limit // 2, 5 * 2**29 // (vocab * buffers * self.dtype.itemsize), 1)
+        limit = self.chunk_size
+        if not limit:
+            limit = max(4 * hidden, 5 * 2**30 // (vocab * self.dtype.itemsize)) // buffers or 1
+            limit = limit if rows <= limit else -(-limit // 2)
         return max(-(-rows // max(-(-rows // limit), 1)), 1)
 
 
