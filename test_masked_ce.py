@@ -4,7 +4,6 @@ Tests that take `api` run on both files: on a GPU if there is one, else on CPU, 
 interpreter needs milliseconds a row: sizes are small, and comments say why they are what they are.
 Functions of `r` run on both files in 2 or 4 ranks: gloo on CPU, and NCCL where there are two GPUs.
 """
-import copy
 import doctest
 import functools
 import importlib
@@ -12,13 +11,13 @@ import os
 import pickle
 import re
 import shutil
-import sys
 import warnings
 from datetime import timedelta
 from itertools import product
 from math import exp, inf, log, nan, prod
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import torch
 
@@ -31,7 +30,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import masked_ce
 
@@ -40,11 +38,10 @@ torch.set_num_threads(1)  # the sizes are small, and threads on busy cores wait 
 torch.use_deterministic_algorithms(True, warn_only=True)  # and torch.empty gives NaN, so that an
 assert torch.empty(1, device=DEVICE).isnan()  # output which a kernel does not write shows
 tensor = functools.partial(torch.tensor, device=DEVICE)
+same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 leaf = functools.partial(torch.tensor, device=DEVICE, dtype=FLOAT, requires_grad=True)
 IGN = -100
 LABELED = "labels", "linear", "probabilities"  # the paths that a label loss can take
-DIVERGENCES = "cross_entropy", "forward_kl", "reverse_kl"
-all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 mean_and_none = pytest.mark.parametrize("reduction", ["mean", "none"])
 
 
@@ -85,10 +82,6 @@ def close(result, expected, rel=None):
     assert (result[expected == 0] == 0).all()
 
 
-def same(x, y):  # bit for bit, NaN equal to NaN
-    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num())
-
-
 def gradients(loss, *x, upstream=1.0):
     return torch.autograd.grad(loss, x, loss.new_tensor(upstream).expand_as(loss))
 
@@ -122,16 +115,16 @@ def make_case(dtype=FLOAT, shape=(3, 4), V=67, H=16):
     c["target"] = target.where(~masked, 10**6).masked_fill(by_label, IGN)
     a = (10 ** torch.linspace(-2, 1, n))[torch.randperm(n, generator=rng)]
     c["mask"], c["keep"] = a.where(~masked | by_label, 0), ~masked
-    for name in TOKEN_WISE:
-        c[name] = c[name].masked_fill(masked[:, None], nan) if c[name].dim() > 1 else c[name]
-        c[name] = c[name].view(*shape, *c[name].shape[1:])
-    c = {name: x.to(DEVICE) for name, x in c.items()}
-    for name in ("logits", *PATHS["linear"]):
-        c[name].requires_grad_()
+    for name, x in c.items():
+        if name in TOKEN_WISE:
+            x = x.masked_fill(masked[:, None], nan) if x.dim() > 1 else x
+            x = x.view(*shape, *x.shape[1:])
+        c[name] = x.to(DEVICE).requires_grad_(name in ("logits", *PATHS["linear"]))
     return SimpleNamespace(**c)
 
 
-def call(api, path, c, **o):
+def call(api, path, c, r=None, **o):  # r: c is this rank's part of the vocabulary
+    o |= {} if r is None else dict(vocab_group=r.group)
     if path == "labels":
         return api.masked_cross_entropy(c.logits, c.target, c.mask, **o)
     o |= dict(linear_bias=c.bias) if len(PATHS[path]) > 1 else {}
@@ -147,7 +140,8 @@ def call(api, path, c, **o):
 
 
 def plain(path, c, dtype, reduction="mean", upstream=None, *, divergence="cross_entropy",
-          softcap=None, teacher_softcap=None, temperature=1.0, label_smoothing=0.0, z_loss=0.0):
+          softcap=None, teacher_softcap=None, temperature=1.0, label_smoothing=0.0, z_loss=0.0,
+          **strategy):  # chunk_size, skip, max_kept: they must not change a result
     """-> [loss, *gradients], the gradients' rows for `within`: torch's autograd on kept rows only.
     In float64, the oracle. In the inputs' dtype, eager: GEMMs of that dtype, losses in float32."""
     x = [y.detach().to(dtype).requires_grad_() for y in leaves(c, path)]
@@ -170,10 +164,8 @@ def plain(path, c, dtype, reduction="mean", upstream=None, *, divergence="cross_
         loss = {"cross_entropy": -log_q.exp() * log_p, "forward_kl": log_q.exp() * (log_q - log_p),
                 "reverse_kl": log_p.exp() * (log_p - log_q)}[divergence].sum(1)
     w = torch.where(c.keep, c.mask, 0).to(z.dtype)
-    if reduction == "mean":
-        w = w / w.sum()
-    elif reduction == "sample_mean":
-        w = torch.where(c.keep, w / w.sum(1, keepdim=True), 0) / c.keep.any(1).sum()
+    divisors = dict(mean=w.sum(), sample_mean=w.sum(1, keepdim=True) * c.keep.any(1).sum())
+    w = torch.where(c.keep, w / divisors.get(reduction, 1), 0)
     losses = torch.zeros_like(w).masked_scatter(c.keep, loss)
     loss = losses * w if reduction == "none" else (losses * w).sum()
     results = [loss.detach(), *torch.autograd.grad(loss, x, upstream)]
@@ -191,23 +183,18 @@ def part(r, x, dim=0):  # of rank r
     return x if r is None or dim is None else x.chunk(r.world, dim)[r.rank]
 
 
-def shard(r, c, path, wanted=(True,) * 3, low=-inf):
-    """This rank's part of the vocabulary, as leaves. -1e5 in c becomes -inf, which means the same
-    but for the oracle's 0 * inf (in the teacher `low`: -1e5 is 0 in the whole, not in a shard)."""
+def shard(r, c, path, wanted=(True,) * 3):  # this rank's part of the vocabulary, as leaves
     mine = {name: part(r, x, CUT.get(name)).detach().clone() for name, x in vars(c).items()}
-    for name in CUT:
-        mine[name][mine[name] == -1e5] = low if name == "teacher" else -inf
     for name, wants in zip(PATHS[path], wanted):
         mine[name].requires_grad_(wants)
     return SimpleNamespace(**mine)
 
 
-def check(api, path, c, reduction="mean", strategy={}, r=None, cut={}, **o):
+def check(api, path, c, r=None, wanted=(True,) * 3, reduction="mean", **o):
     """Loss and every gradient by the rule, in their dtypes; 0 where masked; inputs untouched.
     With r: of this rank's shard, and one loss on all ranks."""
-    mine, group = shard(r, c, path, **cut), {} if r is None else dict(vocab_group=r.group)
-    before = copy.deepcopy(mine)
-    loss = call(api, path, mine, reduction=reduction, **strategy, **group, **o)
+    mine = shard(r, c, path, wanted)
+    loss = call(api, path, mine, r, reduction=reduction, **o)
     upstream = torch.linspace(-1, 2, loss.numel(), device=DEVICE, dtype=loss.dtype).view(loss.shape)
     if reduction == "none":
         assert (loss[~c.keep] == 0).all()
@@ -224,12 +211,11 @@ def check(api, path, c, reduction="mean", strategy={}, r=None, cut={}, **o):
         if x.requires_grad:
             row = part(r, row) if name == "weight" else row
             within(x.grad, *(part(r, y, CUT.get(name)) for y in pair), row)
-        if x.requires_grad and name in TOKEN_WISE:
-            assert (x.grad[~c.keep] == 0).all()
-    assert all(map(same, vars(mine).values(), vars(before).values()))
+            assert name not in TOKEN_WISE or (x.grad[~c.keep] == 0).all()
+    same(vars(mine), vars(shard(r, c, path)))
 
 
-@all_dtypes
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_rule_has_teeth(dtype):
     c = make_case(dtype)
     (_, grad), (rows, *_) = plain("labels", c, DOUBLE)
@@ -243,58 +229,40 @@ def test_the_rule_has_teeth(dtype):
 
 
 # ------------------------------------------------------------------------------------------ values
-STRATEGIES = dict(  # 12 tokens, 6 kept: one chunk, even chunks, empty chunks, spare rows
-    rows={}, rows3=dict(chunk_size=3), chunks2=dict(skip="chunks", chunk_size=2),
-    none=dict(skip="none"), none4=dict(skip="none", chunk_size=4), max_kept=dict(max_kept=6),
-    max_kept9=dict(max_kept=9, chunk_size=4), max_kept99=dict(max_kept=99))
+STRATEGIES = [  # 12 tokens, 6 kept: one chunk, spare rows; even chunks, empty ones, spare ones
+    {}, dict(skip="none"), dict(max_kept=6), dict(max_kept=99), dict(chunk_size=3),
+    dict(skip="chunks", chunk_size=2), dict(skip="none", chunk_size=4),
+    dict(max_kept=9, chunk_size=4)]
 VALUES = [
-    ("labels", "rows", dict(reduction="none", label_smoothing=0.1, z_loss=0.01)),
-    ("labels", "rows", dict(reduction="sample_mean", softcap=5.0, temperature=0.7)),
-    ("probabilities", "rows", dict(reduction="none", softcap=5.0, temperature=1.7)),
-    ("teacher", "rows", dict(divergence="reverse_kl", temperature=1.7)),
-    ("linear", "rows", {}),
-    ("linear", "rows3", dict(reduction="none")),
-    ("linear", "none4", dict(label_smoothing=0.1, z_loss=0.01)),
-    ("linear", "chunks2", dict(reduction="sample_mean")),
-    ("linear", "max_kept99", dict(reduction="sum", softcap=15.0, temperature=0.7)),
-    ("linear", "max_kept9", dict(reduction="none")),
-    ("distillation", "rows", {}),
-    ("distillation", "rows3", dict(divergence="forward_kl", reduction="none", temperature=1.7)),
-    ("distillation", "max_kept9", dict(divergence="reverse_kl", softcap=15.0, teacher_softcap=3.0))]
+    *((path, {}) for path in PATHS),
+    *product(("probabilities", "teacher"),
+             (dict(divergence="forward_kl"), dict(divergence="reverse_kl"))),
+    ("labels", dict(reduction="none", label_smoothing=0.1, z_loss=0.01)),
+    ("labels", dict(reduction="sample_mean", softcap=5.0, temperature=0.7)),
+    ("probabilities", dict(reduction="none", softcap=5.0, temperature=1.7)),
+    ("teacher", dict(divergence="reverse_kl", temperature=1.7)),
+    ("linear", dict(reduction="none", chunk_size=3)),
+    ("linear", dict(label_smoothing=0.1, z_loss=0.01, skip="none", chunk_size=4)),
+    ("linear", dict(reduction="sample_mean", skip="chunks", chunk_size=2)),
+    ("linear", dict(reduction="sum", softcap=15.0, temperature=0.7, max_kept=99)),
+    ("linear", dict(reduction="none", max_kept=9, chunk_size=4)),
+    ("distillation", dict(divergence="forward_kl", reduction="none", temperature=2, chunk_size=3)),
+    ("distillation", dict(divergence="reverse_kl", softcap=15.0, teacher_softcap=3.0, max_kept=9,
+                          chunk_size=4))]
 
 
-@pytest.mark.parametrize("path, name, o", VALUES)
-@all_dtypes
-def test_values(api, dtype, path, name, o):
-    check(api, path, make_case(dtype), strategy=STRATEGIES[name], **o)
-
-
-@pytest.mark.parametrize("dtype, V", [  # less than a block; whole blocks; an odd tail; a wide row
-    (BFLOAT, 2), (FLOAT, 67), (DOUBLE, 4096), (DOUBLE, 4099), (FLOAT, 2**15 + 5)], ids=str)
-@pytest.mark.parametrize("path, o", [("labels", {}), *(
-    (path, dict(divergence=d)) for path in ("probabilities", "teacher") for d in DIVERGENCES)])
-def test_vocabulary_sizes(api, path, o, dtype, V):
-    check(api, path, make_case(dtype, (5,), V), **o)
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_gradcheck(api, path):
-    c = make_case(DOUBLE, (2, 2), V=3, H=2)  # tiny, for the interpreter
-    # Finite differences need numbers, masked or not.
-    x = [y.detach().nan_to_num(0.5).requires_grad_() for y in leaves(c, path)]
-    o = dict(reduction="sum") | (dict(allow_retain_graph=True) if len(x) > 1 else {})
-
-    def loss(*x):
-        return call(api, path, SimpleNamespace(**vars(c) | dict(zip(PATHS[path], x))), **o)
-
-    assert torch.autograd.gradcheck(loss, x, atol=1e-8, rtol=1e-5)
-    grad = torch.autograd.grad(loss(*x), x[0], create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+@pytest.mark.parametrize("size, value", [
+    *product([(dtype, (3, 4), 67) for dtype in DTYPES], VALUES), *product([
+        (BFLOAT, (2, 5), 2), (DOUBLE, (2, 5), 4096),  # less than a block; whole blocks
+        (DOUBLE, (2, 5), 4099), (FLOAT, (2, 5), 2**15 + 5)],  # an odd tail; a wide row
+        VALUES[:9])], ids=str)
+def test_values(api, size, value):
+    path, o = value
+    check(api, path, make_case(*size), **o)
 
 
 # ----------------------------------------------- known_faults.md, by number: faults that people met
-def through(api, path, z, y, mask=None, **o):
+def through(api, path, z, y, mask=None, r=None, **o):
     """A loss of z by each path, y labels or a distribution. The linear ones: hidden z, weight 1;
     for one row (long, with inf) weight 0, bias z."""
     x, W, b = (z, torch.eye(z.shape[-1]).to(z), None) if z[..., 0].numel() > 1 else (
@@ -302,53 +270,74 @@ def through(api, path, z, y, mask=None, **o):
     c = SimpleNamespace(logits=z, target=y, mask=mask, hidden=x, weight=W, bias=b, teacher=y,
                         probabilities=y, teacher_hidden=x, teacher_weight=W, teacher_bias=y[0])
     if path == "probabilities" and not y.is_floating_point():
-        c.probabilities = F.one_hot(y.clamp(min=0), z.shape[-1]).to(z.dtype)
+        V = z.shape[-1] * (r.world if r else 1)
+        c.probabilities = part(r, F.one_hot(y.clamp(min=0), V).to(z.dtype), -1)
         c.keep, c.mask = y != IGN, torch.ones_like(y) if mask is None else mask
-    return call(api, path, c, **o)
+    return call(api, path, c, r, **o)
 
 
-def lost(*losses):  # -> logits that give label 0 these losses
-    return [[0, log(exp(loss) - 1)] for loss in losses]
-
-
-Q, TEACHER = ["probabilities"], ["teacher", "distillation"]
-TEN = [-inf] * 50_000 + [10] + [-inf] * 49_999
+LOST = {loss: [0, log(exp(loss) - 1)] for loss in (1, 2, 3, 9, 10)}  # logits: label 0 loses this
+Q, TEACHER, RETAIN = ["probabilities"], ["teacher", "distillation"], dict(allow_retain_graph=True)
 FOUR = ([[0, 0]] * 6, [0, 0, 0, 1, IGN, IGN])
 DZ_4 = [[-0.125, 0.125]] * 3 + [[0.125, -0.125]] + [[0, 0]] * 2
-FIVE_AND_ONE, UNEQUAL = lost(2, 2, 2, 2, 2, 10), lost(*[1] * 18, 3, 3)
-FAULTS = {  # paths, z, target, options, loss, its gradient
-    "1": (LABELED, [[1, 2, 3], [nan, inf, -inf]], [2, IGN], {}, 0.4076059644,
-          [[0.0900305732, 0.2447284711, -0.3347590442], [0, 0, 0]]),
+FIVE_AND_ONE, UNEQUAL = [LOST[2]] * 5 + [LOST[10]], [LOST[1]] * 18 + [LOST[3]] * 2
+DEAD = [[0, 1, -inf, -inf], [-inf, -inf, 0, 1]]
+DZ_DEAD = [[0.2689414214, -0.2689414214, 0, 0], [0, 0, 0.2689414214, -0.2689414214]]
+DZ_11 = [0.0320586033, 0.0871443187, 0.2368828181, -0.3560857401]
+DZ_1, DZ_2 = [0.0900305732, 0.2447284711, -0.3347590442], [[-1 / 6, 1 / 3, -1 / 6]]
+FAULTS = {  # paths, z, target, options (and the test's own: dtype, rel), loss, its gradient
+    "1": (LABELED, [[1, 2, 3], [nan, inf, -inf]], [2, IGN], {}, 0.4076059644, [DZ_1, [0] * 3]),
     "1 kept": (LABELED, [[1, 2, 3], [nan] * 3], [IGN, 1], {}, nan, [[0] * 3, [nan] * 3]),
-    "2": (Q, [[0, 1, -inf]], [[0.25, 0.75, 0]], {}, 0.5632616875,
+    "2": (Q, [[0, 1, -inf]], [[0.25, 0.75, 0]], dict(rel=4e-6), 0.5632616875,
           [[0.0189414214, -0.0189414214, 0]]),  # .75 - .7310585786
     "2 mass on -inf": (Q, [[0, 1, -inf]], [[0.25, 0.7, 0.05]], {}, inf, None),
     **{f"2 {d}": (TEACHER, [[0] * 3], [[0, -inf, 0]], dict(divergence=d), loss, dz)
-       for d, loss, dz in (("cross_entropy", log(3), [[-1 / 6, 1 / 3, -1 / 6]]),
-                           ("forward_kl", log(1.5), [[-1 / 6, 1 / 3, -1 / 6]]),
+       for d, loss, dz in (("cross_entropy", log(3), DZ_2), ("forward_kl", log(1.5), DZ_2),
                            ("reverse_kl", inf, None))},
-    "17": (["linear"], [[0, 1, 2]], [2], dict(allow_retain_graph=True), 0.4076059644,
-           [[0.0900305732, 0.2447284711, -0.3347590442]]),
+    "2 offset": (TEACHER, [[0, 0]], [[1e8, 1e8]], dict(divergence="reverse_kl"), 0, [[0, 0]]),
+    "17": (["linear"], [[0, 1, 2]], [2], RETAIN, 0.4076059644, [DZ_1]),
+    "17 teacher": (["distillation"], [[0] * 3], [[0, -inf, 0]], RETAIN, log(3), DZ_2),
     "3": (Q, [[0, 0]], [[0.5, 0.25]], {}, 0.5198603854, [[-0.125, 0.125]]),
     "4": (LABELED, *FOUR, {}, log(2), DZ_4),
     **{f"4 {skip} {n}": (["linear"], *FOUR, dict(chunk_size=n, skip=skip), log(2), DZ_4)
        for skip in ("rows", "chunks", "none") for n in (1, 2, 3, 4, 5, 6, 100)},
     **{f"6 {z}": (LABELED, [[z, z]], [0], {}, log(2), [[-0.5, 0.5]]) for z in (1e4, 1e6, 1e8)},
-    "6 close": (LABELED, [[1e6 + 2, 1e6 - 1]], [0], {}, 0.0485873516,
+    "6 close": (LABELED, [[1e6 + 2, 1e6 - 1]], [0], dict(rel=2e-6), 0.0485873516,
                 [[-0.0474258732, 0.0474258732]]),
     "7 padding": (LABELED, [[-100] * 3], [0], dict(softcap=1.0), log(3), [[0, 0, 0]]),  # flat tanh
     "7 saturated": (LABELED, [[1e4, 0, -1e4]], [1], dict(softcap=30.0), 30, [[0, -1, 0]]),
     "7 slope": (LABELED, [[30, 0]], [1], dict(softcap=30.0), 22.8478246788, [[0.4199743416, -1]]),
+    "7 flat": (LABELED, [[240, 225, 270]], [0], dict(softcap=30.0, rel=1e-4), log(3),
+               [[-3.00094e-7, 4.07866e-7, 2.03068e-8]]),  # 1 - tanh^2, from tanh, has no bit left
     "10": (LABELED, [[[0, log(3)], [nan] * 2, [nan] * 2], [[0, 0]] * 3],
            [[0, IGN, IGN], [0] * 3], dict(reduction="mean"), 0.8664339757,
            [[[-0.1875, 0.1875], [0, 0], [0, 0]], [[-0.125, 0.125]] * 3]),
     "11": (["labels"], [[0, 1, 2, 3]], [3], dict(label_smoothing=0.1), 0.5901896986, None),
-    "11 plain": (LABELED, [[0, 1, 2, 3]], [3], {}, 0.4401896986,
-                 [[0.0320586033, 0.0871443187, 0.2368828181, -0.3560857401]]),
-    "20": (LABELED, [TEN], [50_000], {}, 0, [[0] * 100_000])}
+    "11 plain": (LABELED, [[0, 1, 2, 3]], [3], {}, 0.4401896986, [DZ_11]),
+    "20": (LABELED, [[-inf] * 50_000 + [10] + [-inf] * 49_999], [50_000], {}, 0, [[0] * 100_000]),
+    # Half the columns are -inf: over ranks, whole shards.
+    "dead": (LABELED[::2], DEAD, [1, 3], dict(reduction="sum"), 0.6265233750, DZ_DEAD),
+    **{f"dead {i}": (["linear"], [DEAD[i]], [2 * i + 1], {}, 0.3132616875, [DZ_DEAD[i]])
+       for i in (0, 1)},
+    **{f"dead {low} {d}": (["teacher"], DEAD, [[0, 0, low, low], [low, low, 0, 0]], dict(
+        divergence=d, reduction="sum"), 2 * loss, [[-dz, dz, 0, 0], [0, 0, -dz, dz]])
+       for low in (-inf, -1e5) for d, loss, dz in (
+           ("cross_entropy", 0.8132616875, 0.2310585786),
+           ("forward_kl", 0.1201145070, 0.2310585786), ("reverse_kl", 0.1109440717, 0.1966119332))},
+    # A policy gradient's weights; a sum of weights that is inf must not make a loss of 0.
+    "negative weights": (LABELED, [[0, 1], [2, 0]], [0, 1], dict(
+        mask=tensor([-2.0, 3]), reduction="sum"), -2 * 1.3132616875 + 3 * 2.1269280110, None),
+    "huge weights": (LABELED, [[0] * 3] * 2, [0, 1], dict(mask=tensor([3e38, 3e38])), nan, None),
+    "float64 weights": (LABELED, [[0, 0]] * 2, [0, 1], dict(
+        mask=tensor([1.0, 1], dtype=DOUBLE), dtype=BFLOAT), log(2), [[-0.25, 0.25], [0.25, -0.25]]),
+    # Rows that exceed 1 by far, in the half buffer.
+    "float16 temperature": (["linear"], [[0, 1], [0, 0]], [0, IGN], dict(
+        temperature=0.003, dtype=HALF), 1000 / 3, [[-333.25, 333.25], [0, 0]]),
+    "float16 z_loss": (["linear"], [[200, 0], [0, 0]], [0, IGN], dict(z_loss=1.0, dtype=HALF),
+                       40_000, [[400, 0], [0, 0]])}
 for how, right, unequal in (("mean", 10 / 3, 1.2), ("sample_mean", 6, 2)):
     FAULTS |= {
-        f"14 {how}": (LABELED, [lost(1, 1, 1, 1), lost(9, 9, 9, 9)], [[0] * 4, [IGN] * 4],
+        f"14 {how}": (LABELED, [[LOST[1]] * 4, [LOST[9]] * 4], [[0] * 4, [IGN] * 4],
                       dict(reduction=how), 1, None),
         f"15 {how}": (LABELED, [FIVE_AND_ONE[:5], FIVE_AND_ONE[5:] * 5],
                       [[0] * 5, [0] + [IGN] * 4], dict(reduction=how), right, None),
@@ -361,43 +350,60 @@ for how, right, unequal in (("mean", 10 / 3, 1.2), ("sample_mean", 6, 2)):
 @pytest.mark.parametrize("path, name", [(path, x) for x in FAULTS for path in FAULTS[x][0]])
 def test_faults(api, path, name, r=None):
     _, z, y, o, right, dz = FAULTS[name]
-    z, y = tensor(z, dtype=DOUBLE if r else FLOAT), tensor(y)
-    rel = 1e-9 if r else {"2": 4e-6, "6 close": 2e-6}.get(name)
-    o = {key: tensor(x, dtype=torch.int32) if key == "cu_seqlens" else x for key, x in o.items()}
-    o |= dict(vocab_group=r.group) if r else {}
-    loss = through(api, path, z := part(r, z, -1).clone().requires_grad_(), y, **o)
-    close(loss, right, rel if r else None)
+    dtype, rel = (DOUBLE, 1e-9) if r else (o.get("dtype", FLOAT), o.get("rel"))
+    o = {key: tensor(x, dtype=torch.int32) if key == "cu_seqlens" else x
+         for key, x in o.items() if key not in ("dtype", "rel")}
+    z = part(r, tensor(z, dtype=dtype), -1).clone().requires_grad_()
+    y = part(r, tensor(y), -1 if tensor(y).is_floating_point() else None)
+    loss = through(api, path, z, y, r=r, **o)
+    close(loss, right, rel)
+    assert loss.dtype == torch.promote_types(dtype, FLOAT)
     if dz:  # 17: backward twice
         dz = part(r, tensor(dz, dtype=DOUBLE), -1)
         first = torch.autograd.grad(2 * loss, z, retain_graph=True)[0]
         try:
-            close(torch.autograd.grad(3 * loss, z)[0] / 3, dz, rel)
+            second = torch.autograd.grad(3 * loss, z, create_graph=True)[0]
+            close(second.detach() / 3, dz, rel)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                second.sum().backward()
         except RuntimeError as error:  # or an error that names the cure
-            assert path in ("linear", "distillation") and name != "17"
+            assert path in ("linear", "distillation") and "allow_retain_graph" not in o
             assert "allow_retain_graph=True" in str(error)
         close(first / 2, dz, rel)
 
 
-XWB, Y = ([[1], [2], [3]], [[1], [0]], [0, 0]), [IGN, 0, 1]  # of faults 8 and 18
+XWY = [[1], [2], [3]], [[1], [0]], [IGN, 0, 1]
+LINEAR_FAULTS = {  # hidden, weight, target, reduction, upstream, loss, gradients (a bias is 0)
+    "1": ([[1, 2], [nan, inf]], [[1, 0], [0, 1], [1, 1]], [2, IGN], "mean", 1, 0.4076059644,
+          [[-0.2447284711, -0.0900305732], [0, 0]], [[x, 2 * x] for x in DZ_1], DZ_1),
+    "8": (*XWY, "none", [5, 1, 2], [0, 0.1269280110, 3.0485873516],  # an upstream for each token
+          [[0], [-0.1192029220], [1.9051482536]], [[5.4770389169], [-5.4770389169]],
+          [1.7859453316, -1.7859453316]),
+    "12": ([[1, 2]], [[0, 0], [1, 0], [0, 1], [1, 1]], [3], "mean", 1, 0.4401896986,
+           [[-0.2689414214, -0.1192029220]], [[x, 2 * x] for x in DZ_11], DZ_11),
+    "18": (*XWY, "sum", 1, 3.1755153625, [[0], [-0.1192029220], [0.9525741268]],
+           [[2.6193165364], [-2.6193165364]], [0.8333712048, -0.8333712048])}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
-def test_faults_1_and_8_linear(api, strategy):
-    x, W = leaf([[1, 2], [nan, inf]]), leaf([[1, 0], [0, 1], [1, 1]])
-    loss = api.masked_linear_cross_entropy(x, W, tensor([2, IGN]), **strategy)
-    dx, dW = gradients(loss, x, W)
-    close(loss, 0.4076059644)
-    close(dx, [[-0.2447284711, -0.0900305732], [0, 0]])
-    close(dW, [[0.0900305732, 0.1800611463], [0.2447284711, 0.4894569421],
-               [-0.3347590442, -0.6695180885]])
-    x, W, b = map(leaf, XWB)  # 8: each token has its own upstream gradient
-    loss = api.masked_linear_cross_entropy(
-        x, W, tensor(Y), linear_bias=b, reduction="none", **strategy)
-    dx, dW, db = gradients(loss, x, W, b, upstream=[5, 1, 2])
-    close(loss, [0, 0.1269280110, 3.0485873516])
-    close(dx, [[0], [-0.1192029220], [1.9051482536]])
-    close(dW, [[5.4770389169], [-5.4770389169]])
-    close(db, [1.7859453316, -1.7859453316])
+@pytest.mark.parametrize("name, strategy", [*product(LINEAR_FAULTS, STRATEGIES)], ids=str)
+def test_linear_faults(api, name, strategy, r=None):
+    x, W, y, reduction, upstream, right, *grads = LINEAR_FAULTS[name]
+    c = SimpleNamespace(hidden=tensor(x, dtype=FLOAT), weight=tensor(W, dtype=FLOAT),
+                        bias=torch.zeros(len(W), device=DEVICE), target=tensor(y))
+    for mode, *wanted in product((torch.enable_grad, torch.no_grad, torch.inference_mode),
+                                 *[(True, False)] * 3):  # 18: only what is asked for
+        mine = shard(r, c, "linear", wanted)
+        mine.mask = None
+        with mode():
+            loss = call(api, "linear", mine, r, reduction=reduction, **strategy)
+        close(loss.detach(), right)
+        assert loss.requires_grad == (any(wanted) and mode is torch.enable_grad)
+        if loss.requires_grad:
+            loss.backward(tensor(upstream, dtype=FLOAT).expand_as(loss))
+        for name, wants, grad in zip(PATHS["linear"], wanted, grads):
+            result = getattr(mine, name).grad
+            assert (result is None) == (not wants or mode is not torch.enable_grad)
+            close(result, part(r, tensor(grad), CUT.get(name))) if result is not None else None
 
 
 @pytest.mark.parametrize("dtype, h", [(BFLOAT, 1), (HALF, 16)], ids=["bfloat16", "float16"])
@@ -414,22 +420,20 @@ def test_fault_5_long_sums(api, dtype, h):
         close(gradients(loss, W)[0], [[-right], [right]])
 
 
-LAYOUTS = dict(
-    transposed=lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    every_other=lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
-    wider_buffer=lambda x: F.pad(x, (1, 2), value=1)[..., 1:-2],  # starts at an odd offset
-    expanded=lambda x: x[:1].expand(3, *x.shape[1:]))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [
+    lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
+    lambda x: F.pad(x, (1, 2), value=1)[..., 1:-2],  # starts at an odd offset
+    lambda x: x[:1].expand(3, *x.shape[1:])], ids="transposed every_other cut expanded".split())
 @pytest.mark.parametrize("path", PATHS)
 def test_fault_9_strides(api, path, layout):
     c, results = make_case(BFLOAT), []
     for finish in (torch.Tensor.contiguous, lambda x: x):  # inside the graph, back to the same leaf
-        new = {name: finish(LAYOUTS[layout](getattr(c, name))) for name in TOKEN_WISE}
+        new = {name: finish(layout(getattr(c, name))) for name in TOKEN_WISE}
         loss = call(api, path, SimpleNamespace(**vars(c) | new), reduction="none")
         results.append([loss, *gradients(loss, *leaves(c, path))])
-    assert all(same(x, y) and x.any() for x, y in zip(*results))
+    same(*results)
+    assert all(x.any() for x in results[0])
 
 
 @pytest.mark.parametrize("empty", ["ignored", "mask", "no tokens", "num_items"])
@@ -437,84 +441,31 @@ def test_fault_9_strides(api, path, layout):
 def test_fault_13_nothing_kept(api, path, empty, r=None):
     c = make_case(shape=(2, 2), V=68)
     if empty == "no tokens":
-        for name in TOKEN_WISE:
-            setattr(c, name, getattr(c, name).detach()[:0])
+        vars(c).update((name, getattr(c, name).detach()[:0]) for name in TOKEN_WISE)
     elif empty != "num_items":
         c.keep.fill_(False)
         c.target.fill_(IGN) if empty == "ignored" else c.mask.zero_()
     c, o = shard(r, c, path), dict(num_items=0) if empty == "num_items" else {}
-    o |= dict(vocab_group=r.group) if r else {}
-    names = dict(linear=STRATEGIES, distillation=["rows", "max_kept9"]).get(path, ["rows"])
-    for reduction, name in product(["mean", "sample_mean"] + ["sum", "none"] * (not o), names):
-        loss = call(api, path, c, reduction=reduction, **STRATEGIES[name], **o)
+    strategies = dict(linear=STRATEGIES, distillation=[{}, dict(max_kept=9, chunk_size=4)])
+    for reduction, strategy in product(["mean", "sample_mean"] + ["sum", "none"] * (not o),
+                                       strategies.get(path, [{}])):
+        loss = call(api, path, c, r, reduction=reduction, **strategy, **o)
         x = leaves(c, path)
         assert (loss == 0).all() and loss.requires_grad
         assert all(torch.equal(g, torch.zeros_like(y)) for g, y in zip(gradients(loss, *x), x))
 
 
-@pytest.mark.parametrize("name", ["rows", "none", "max_kept"])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_fault_18_requires_grad(api, name, mode):
-    right = []  # of the first pattern: every gradient
-    for pattern in product([True, False], repeat=3):
-        x, W, b = leaves = [leaf(y).requires_grad_(wants) for y, wants in zip(XWB, pattern)]
-        with mode():
-            loss = api.masked_linear_cross_entropy(
-                x, W, tensor(Y), linear_bias=b, reduction="sum", **STRATEGIES[name])
-        close(loss.detach(), 3.1755153625)
-        assert loss.requires_grad == (any(pattern) and mode is torch.enable_grad)
-        if loss.requires_grad:
-            loss.backward()
-            right = right or [y.grad for y in leaves]
-            for y, wants, grad in zip(leaves, pattern, right):
-                assert torch.equal(y.grad, grad) if wants else y.grad is None
-
-
 @mean_and_none
 def test_fault_18_nothing_allocated_for_a_frozen_weight(api, reduction):
-    W = torch.zeros(50, 2**16, device=DEVICE)
-    x = torch.ones_like(W[:2]).requires_grad_()
+    W, x = torch.zeros(50, 2**16, device=DEVICE), torch.ones(2, 2**16, device=DEVICE)
+    x.requires_grad_()
     with torch.profiler.profile(profile_memory=True) as profile:
         api.masked_linear_cross_entropy(x, W, tensor([0, 1]), reduction=reduction).sum().backward()
-    used = [getattr(e, f"{'device' if DEVICE == 'cuda' else 'cpu'}_memory_usage")
-            for e in profile.events()]
-    assert x.numel() * 4 <= max(used) < W.numel() * 4
+    usage = "device_memory_usage" if DEVICE == "cuda" else "cpu_memory_usage"
+    assert x.numel() * 4 <= max(getattr(e, usage) for e in profile.events()) < W.numel() * 4
 
 
-def test_a_teacher_with_an_offset_and_a_student_that_saturates(api):
-    z, teacher = leaf([[0, 0]]), tensor([[1e8, 1e8]])  # log of the teacher's sum lost beside 1e8
-    api.masked_cross_entropy_from_distribution(
-        z, teacher, target_format="logits", divergence="reverse_kl").backward()
-    assert (z.grad == 0).all()
-    z = leaf([[240, 225, 270]])  # 1 - tanh^2, taken from tanh, has no bit left here
-    api.masked_cross_entropy(z, tensor([0]), softcap=30.0).backward()
-    right = tensor([[-3.00094e-7, 4.07866e-7, 2.03068e-8]], dtype=DOUBLE)
-    assert ((z.grad - right).abs() <= 1e-4 * right.abs()).all()
-
-
-@pytest.mark.parametrize("h, right, o", [  # rows that exceed 1 by far, in the half buffer
-    ([0, 1], [-333.25, 333.25], dict(temperature=0.003)), ([200, 0], [400, 0], dict(z_loss=1.0))])
-def test_float16_rows_beyond_1(api, h, right, o):
-    h, eye = tensor([h], dtype=HALF).requires_grad_(), torch.eye(2, device=DEVICE, dtype=HALF)
-    api.masked_linear_cross_entropy(h, eye, tensor([0]), **o).backward()
-    assert h.grad.tolist() == [right]
-
-
-def test_weights_beyond_float32_and_of_float64(api):
-    z, y = torch.zeros(2, 2, device=DEVICE, dtype=BFLOAT, requires_grad=True), tensor([0, 1])
-    assert api.masked_cross_entropy(z, y, tensor([3e38, 3e38])).isnan()  # not 0: their sum is inf
-    loss = api.masked_cross_entropy(z, y, torch.ones(2, dtype=DOUBLE, device=DEVICE))
-    loss.backward()
-    assert loss.dtype == FLOAT and z.grad.tolist() == [[-0.25, 0.25], [0.25, -0.25]]
-    assert pickle.loads(pickle.dumps(api.masked_cross_entropy)) == api.masked_cross_entropy
-
-
-def test_examples():
-    assert doctest.testmod(masked_ce).failed == 0 < doctest.testmod(masked_ce).attempted
-
-
-# --------------------------------------------------------------------- weights, host syncs, dtypes
-def test_weights_and_faults_16_and_19(api):
+def test_weights_and_fault_16(api):
     labels, cu = tensor([1, 2, 3, 4, 5]), tensor([0, 3, 5])
     shifted = api.shift_labels(labels, cu_seqlens=cu)
     assert shifted.tolist() == [2, 3, IGN, 5, IGN] and api.count_items(shifted != IGN) == 3
@@ -532,11 +483,6 @@ def test_weights_and_faults_16_and_19(api):
     a = tensor([1.0, 3, 2])
     close(api.token_weights(a, "sample_mean", cu_seqlens=cu), [0.125, 0.375, 0.5])
     assert [api.count_items(a, x, cu_seqlens=cu).item() for x in ("mean", "sample_mean")] == [6, 2]
-    z = leaf([[0, 1], [2, 0]])  # negative weights, as a policy gradient has
-    loss = api.masked_cross_entropy(z, tensor([0, 1]), tensor([-2.0, 3]), reduction="sum")
-    close(loss, -2 * 1.3132616875 + 3 * 2.1269280110)
-    with pytest.raises(ValueError, match=r"(?s)\(2, 1\).*\(2,\)"):  # fault 19: both shapes
-        api.masked_cross_entropy(z[:, None], tensor([[0], [1]]), tensor([1, 0]))
 
 
 def count_syncs(step):
@@ -544,8 +490,8 @@ def count_syncs(step):
     if DEVICE == "cpu":
         with torch.profiler.profile() as profile:
             step()
-        syncs = ("aten::nonzero", "aten::_local_scalar_dense")
-        return sum(event.name in syncs for event in profile.events())
+        return sum(event.name in ("aten::nonzero", "aten::_local_scalar_dense")
+                   for event in profile.events())
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -554,11 +500,10 @@ def count_syncs(step):
     return sum("synchronizing" in str(warning.message) for warning in seen)
 
 
-@pytest.mark.parametrize("path, name, o", VALUES)
-def test_host_syncs(api, path, name, o):
+@pytest.mark.parametrize("path, o", VALUES)
+def test_host_syncs(api, path, o):
     c, linear = make_case(BFLOAT), len(PATHS[path]) > 1
-    syncs = int(linear and name in ("rows", "rows3", "chunks2"))
-    o = STRATEGIES[name] | o
+    syncs = int(linear and "max_kept" not in o and o.get("skip") != "none")
     assert syncs == count_syncs(lambda: call(api, path, c, **o).sum().backward())
 
 
@@ -577,9 +522,7 @@ def test_autocast(api, reduction):
     grads = gradients(loss, *leaves(c, "linear"))
     assert loss.dtype == FLOAT and all(g.dtype == FLOAT and g.isfinite().all() for g in grads)
     assert not torch.equal(loss, call(api, "linear", c, reduction=reduction))
-    for name in PATHS["linear"]:
-        setattr(c, name, getattr(c, name).to(BFLOAT))
-    assert torch.equal(loss, call(api, "linear", c, reduction=reduction))  # these were the operands
+    assert torch.equal(loss, call(api, "linear", make_case(BFLOAT), reduction=reduction))
 
 
 @mean_and_none
@@ -599,7 +542,7 @@ Z, H1 = [[0.0, 0, 0], [0, 0, 0]], [[0.0], [0], [0]]  # lists become tensors
 GOOD = {CE: dict(logits=Z, target=[0, 1]), DIST: dict(logits=Z, target=Z),
         LINEAR: dict(hidden=Z, linear_weight=Z, target=[0, 1]),
         KD: dict(hidden=Z, linear_weight=Z, teacher_hidden=Z, teacher_weight=Z)}
-BAD = {  # argument -> bad values; the message names the argument and the value, its shape or dtype
+BAD = {  # argument -> bad values; the message names the argument, then a number or a word itself
     (TypeError, CE): dict(logits=[None, [[0, 0]]], target=[[0.0, 1]], loss_mask=[[1 + 1j, 0]],
                           cu_seqlens=[[0.0, 2]], temperature=[None]),
     (TypeError, LINEAR): dict(chunk_size=[2.0], linear_bias=[tensor([0, 0], dtype=DOUBLE)]),
@@ -611,34 +554,31 @@ BAD = {  # argument -> bad values; the message names the argument and the value,
         linear_weight=[H1, torch.ones(0, 3, device=DEVICE)], linear_bias=[[0.0]], skip=["some"],
         chunk_size=[0], max_kept=[-1]),
     (ValueError, KD): dict(teacher_weight=[H1], teacher_hidden=[H1], teacher_bias=[[0.0]])}
-PACKED = dict(reduction="sample_mean")
-ROWS = [
-    *((error, f, {name: x}, [name[-4:], *[repr(x)] * (type(x) in (int, float, str))])
+
+
+@pytest.mark.parametrize("error, f, change, says", [
+    *((error, f, {name: x}, name[-4:] + (".*" + repr(x)) * (type(x) in (int, float, str)))
       for (error, f), arguments in BAD.items() for name in arguments for x in arguments[name]),
-    (ValueError, CE, dict(num_items=2, reduction="sum"), ["num_items=2"]),
-    (ValueError, LINEAR, dict(max_kept=1, skip="none"), ["max_kept=1"]),
+    (ValueError, CE, dict(num_items=2, reduction="sum"), "num_items=2"),
+    (ValueError, LINEAR, dict(max_kept=1, skip="none"), "max_kept=1"),
+    (ValueError, CE, dict(logits=[Z[:1]] * 2, target=[[0], [1]], loss_mask=[1, 0]),  # fault 19
+     r"\(2, 1\).*\(2,\)"),
     *(("data", *row) for row in (  # on a GPU NaN, because a look would synchronise
-        (CE, dict(target=[0, 3]), ["label 3 at token 1"]), (CE, dict(target=[-1, 0]), ["label -1"]),
-        (LINEAR, dict(target=[0, 2]), ["label 2 at token 1"]),
-        (DIST, dict(loss_mask=[0.5, -1.0], **PACKED), ["-1.0 at token 1"]),
-        (KD, dict(cu_seqlens=[0, 3], **PACKED), ["from 0 to the 2 tokens", "position 1"]),
-        (CE, dict(cu_seqlens=[0, 2, 1, 2], **PACKED), ["position 2"]),
-        (CE, dict(num_items=tensor(-1.0)), ["num_items=-1.0"])))]
-
-
-@pytest.mark.parametrize("error, f, change, says", ROWS)
+        (CE, dict(target=[0, 3]), "label 3 at token 1"), (CE, dict(target=[-1, 0]), "label -1"),
+        (LINEAR, dict(target=[0, 2]), "label 2 at token 1"),
+        (DIST, dict(loss_mask=[0.5, -1.0], reduction="sample_mean"), "-1.0 at token 1"),
+        (KD, dict(cu_seqlens=[0, 3], reduction="sample_mean"), "from 0 to the 2 .*position 1"),
+        (CE, dict(cu_seqlens=[0, 2, 1, 2], reduction="sample_mean"), "position 2"),
+        (CE, dict(num_items=tensor(-1.0)), "num_items=-1.0")))])
 def test_bad_input(api, error, f, change, says):
     o = {k: tensor(x) if isinstance(x, list) else x for k, x in (GOOD[f] | change).items()}
     if error == "data" and DEVICE == "cuda":
         return close(getattr(api, f)(**o), nan)
-    with pytest.raises(ValueError if error == "data" else error) as caught:
+    with pytest.raises(ValueError if error == "data" else error, match=says):
         getattr(api, f)(**o)
-    assert all(text in str(caught.value) for text in says)
 
 
-# ------------------------------------------------------------------------------------- Triton only
-@pytest.mark.parametrize("path, o", [("labels", {}), ("probabilities", {}), ("linear", {}),
-                                     ("linear", dict(max_kept=9)), ("distillation", {})])
+@pytest.mark.parametrize("path, o", [*((path, {}) for path in PATHS), ("linear", dict(max_kept=9))])
 @mean_and_none
 def test_custom_ops(triton_api, path, o, reduction):
     """torch.compile(fullgraph=True) gives eager's numbers; what it calls passes opcheck."""
@@ -650,9 +590,7 @@ def test_custom_ops(triton_api, path, o, reduction):
             calls.append((op, args)) if "masked_ce" in str(op) else None
             return op(*args, **kwargs)
 
-    def loss():
-        return call(triton_api, path, c, reduction=reduction, **o)
-
+    loss = functools.partial(call, triton_api, path, c, reduction=reduction, **o)
     record = aot_autograd(fw_compiler=lambda graph, _: Recorder(graph).run)
     for backend in [record] + ["inductor"] * (DEVICE == "cuda"):
         results = [[y, *gradients(y, *leaves(c, path))]
@@ -660,10 +598,9 @@ def test_custom_ops(triton_api, path, o, reduction):
         for compiled, right in zip(*results):
             close(compiled, right.detach().double())
     for op, args in calls:
-        args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-        if "gradient" not in str(op):  # nobody differentiates those
-            args[:3] = [x if x is None else x.requires_grad_() for x in args[:3]]
-        torch.library.opcheck(op, args)
+        wanted = 0 if "gradient" in str(op) else 3  # nobody differentiates those
+        torch.library.opcheck(op, [x.detach().requires_grad_(i < wanted) if isinstance(
+            x, torch.Tensor) else x for i, x in enumerate(args)])
     assert calls
 
 
@@ -671,11 +608,12 @@ def test_two_copies_do_not_mix(triton_api, tmp_path, monkeypatch):
     (tmp_path / "a_package").mkdir()
     for module in (masked_ce, triton_api):
         shutil.copy(module.__file__, tmp_path / "a_package")
-    with open(tmp_path / "a_package/masked_ce_triton.py", "a") as file:
-        file.write("TritonCrossEntropy.row_pass = None  # what its operations call\n")
     monkeypatch.syspath_prepend(tmp_path)
     other = importlib.import_module("a_package.masked_ce_triton")
-    assert "a_package.masked_ce" in sys.modules
+    assert other.reference.__name__ == "a_package.masked_ce"
+    for loss in (x.masked_cross_entropy for x in (masked_ce, triton_api, other, other.reference)):
+        assert pickle.loads(pickle.dumps(loss)) == loss
+    monkeypatch.setattr(other.TritonCrossEntropy, "row_pass", None)  # what its operations call
     z, y, o = tensor([[0.0, 0.0]]), tensor([0]), dict(fullgraph=True, backend="eager")
     close(torch.compile(triton_api.masked_cross_entropy, **o)(z, y), log(2))
     with pytest.raises(TypeError):
@@ -691,11 +629,10 @@ class TestGPU:
     @pytest.mark.parametrize("path", ["labels", "linear", "distillation"])
     def test_cuda_graph_replays_with_another_mask(self, api, path):
         c, o = make_case(BFLOAT), dict(max_kept=9) if path != "labels" else {}
-        x = leaves(c, path)
 
         def step():
             loss = call(api, path, c, **o)
-            return loss, *torch.autograd.grad(loss, x)
+            return loss, *torch.autograd.grad(loss, leaves(c, path))
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -705,7 +642,7 @@ class TestGPU:
         for weight in (1, 0, 3):
             c.mask[0, ::2] = weight
             graph.replay()
-            assert all(same(y, right) for y, right in zip(captured, step(), strict=True))
+            same(captured, step())
 
     def test_more_than_2_to_the_31_elements(self, triton_api):
         V = 2**17
@@ -722,24 +659,23 @@ class TestGPU:
             close(loss, 2 * right.item())
             assert torch.equal(grad[-1:], right_grad) and not grad[1:-1].any()
 
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_runs_on_the_tensors_own_device(api):
-    z = torch.zeros(1, 2, device="cuda:1", requires_grad=True)
-    loss = api.masked_cross_entropy(z, torch.tensor([0], device="cuda:1"))
-    assert torch.cuda.current_device() == 0
-    close(loss, log(2))
-    close(gradients(loss, z)[0], [[-0.5, 0.5]])
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    def test_runs_on_the_tensors_own_device(self, api):
+        z = torch.zeros(1, 2, device="cuda:1", requires_grad=True)
+        loss = api.masked_cross_entropy(z, torch.tensor([0], device="cuda:1"))
+        assert torch.cuda.current_device() == 0
+        close(loss, log(2))
+        close(gradients(loss, z)[0], [[-0.5, 0.5]])
 
 
 # ------------------------------------------------------------------------------------------- ranks
-def in_rank(rank, world, backend, store):
+def in_rank(rank, world, backend, store, files):
     """Every case; r holds api, rank, world and group."""
     torch.cuda.set_device(rank) if backend == "nccl" else None
     dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank,
                             world_size=world, timeout=timedelta(seconds=60))
-    names = ["masked_ce"] + ["masked_ce_triton"] * bool(importlib.util.find_spec("triton"))
-    for case, api in product(CASES[world], map(importlib.import_module, names)):
+    cases = [vocabulary_parallel, ddp_and_sequence_parallel, fsdp] + [two_parts] * (world == 2)
+    for case, api in product(cases, map(importlib.import_module, files)):
         print(f"rank {rank} of {world}:", api.__name__, case.__name__, flush=True)
         case(SimpleNamespace(api=api, rank=rank, world=world, group=dist.group.WORLD))
     dist.destroy_process_group()
@@ -749,46 +685,30 @@ def in_rank(rank, world, backend, store):
 def test_ranks(tmp_path, monkeypatch, backend, world):
     if backend == "nccl" and torch.cuda.device_count() < world:
         pytest.skip("needs two GPUs")
-    env = dict(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1") if backend == "gloo" else {}
-    for key, value in (env | dict(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")).items():
-        monkeypatch.setenv(key, value)
-    torch.multiprocessing.spawn(in_rank, (world, backend, f"{tmp_path}/store"), world)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "") if backend == "gloo" else None
+    # Beside a GPU the interpreter may be one that fails (Triton 3.6's with numpy 2.4): NCCL's part.
+    native = backend == "nccl" or DEVICE == "cpu" and importlib.util.find_spec("triton")
+    files = ["masked_ce"] + ["masked_ce_triton"] * bool(native)
+    torch.multiprocessing.spawn(in_rank, (world, backend, f"{tmp_path}/store", files), world)
 
 
 def vocabulary_parallel(r):
-    c, o = make_case(DOUBLE, (2, 5), V=12, H=5), dict(r=r)
-    for path, name, more in VALUES:
-        if path != "distillation":
-            check(r.api, path, c, strategy=STRATEGIES[name], **o, **more)
-    for path, divergence in product(("probabilities", "teacher"), DIVERGENCES):
-        check(r.api, path, c, reduction="sample_mean", divergence=divergence, **o)
-    for dead in (0, r.world - 1):  # a shard of -inf
-        c = make_case(DOUBLE, (2, 5), V=12, H=5)
-        for x in (c.logits, c.teacher, c.bias):
-            x.detach().chunk(r.world, -1)[dead].fill_(-1e5)
-        c.probabilities = c.teacher.softmax(-1)
-        c.keep &= c.target // (12 // r.world) != dead  # their loss is infinite
-        c.mask = c.mask * c.keep
-        for path in LABELED:
-            check(r.api, path, c, **o)
-        for divergence, low in product(DIVERGENCES, (-inf, -1e5)):
-            check(r.api, "teacher", c, cut=dict(low=low), divergence=divergence, **o)
-
-
-def two_shards(r):
     c, first = make_case(DOUBLE, (2, 5), V=12, H=5), r.rank == 0
-    for name, reduction in product(("rows3", "max_kept9", "chunks2", "none4"), ("mean", "none")):
-        for wanted in ((True, first, not first), (False, first, first)):  # frozen on some ranks
-            check(r.api, "linear", c, reduction, STRATEGIES[name], r, dict(wanted=wanted))
-    for path, empty in product(LABELED, ("ignored", "mask", "no tokens", "num_items")):
-        test_fault_13_nothing_kept(r.api, path, empty, r)
+    for path, o in VALUES:
+        if path != "distillation":
+            check(r.api, path, c, r, **o)
     for name, (paths, z, *_) in FAULTS.items():
-        if "labels" in paths and torch.tensor(z).shape[-1] % 2 == 0:
-            test_faults(r.api, "labels", name, r)
-    W = tensor([[[0, 0], [1, 0]], [[0, 1], [1, 1]]], dtype=DOUBLE)[r.rank]  # fault 12
-    x = leaf([[1, 2]], dtype=DOUBLE)
-    loss = r.api.masked_linear_cross_entropy(x, W, tensor([3]), vocab_group=r.group)
-    close(gradients(loss, x)[0], [[-0.2689414214, -0.1192029220]])
+        for path in paths:
+            whole = path == "distillation" or path == "linear" and len(z) > 1  # see `through`
+            if torch.tensor(z).shape[-1] % r.world == 0 and not whole:
+                test_faults(r.api, path, name, r)
+    test_linear_faults(r.api, "12", {}, r)
+    if r.world == 2:  # to save time
+        for path, empty in product(LABELED, ("ignored", "mask", "no tokens", "num_items")):
+            test_fault_13_nothing_kept(r.api, path, empty, r)
+        for strategy, reduction in product(STRATEGIES[4:], ("mean", "none")):
+            for wanted in ((True, first, not first), (False, first, first)):  # frozen on some ranks
+                check(r.api, "linear", c, r, wanted, reduction=reduction, **strategy)
 
 
 def two_parts(r):
@@ -819,43 +739,32 @@ def ddp_and_sequence_parallel(r):
     for size in (1, 2):  # ranks that share a sample
         tokens, labels = (x.chunk(r.world // size)[r.rank // size].chunk(size, 1)[r.rank % size]
                           for x in (TOKENS, LABELS))
-        single = torch.nn.Embedding(11, 11, device=DEVICE, dtype=DOUBLE)
-        model = DistributedDataParallel(copy.deepcopy(single))
-        dist.broadcast(single.weight.detach(), 0)  # as DDP does
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Embedding(11, 11, device=DEVICE, dtype=DOUBLE))
         block("sequence", r.api, dist=dist, model=model, tokens=tokens, labels=labels,
               world=r.group, sequence_group=dist.new_subgroups(size)[0])["loss"].backward()
-        masked_ce.masked_cross_entropy(single(TOKENS), LABELS, reduction="sample_mean").backward()
-        close(model.module.weight.grad, single.weight.grad, 1e-6)  # the weights are float32
-
-
-class Model(torch.nn.Module):
-    def __init__(self, dtype=DOUBLE):
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Embedding(11, 6)])
-        self.head = torch.nn.Linear(6, 11, bias=False)
-        self.to(DEVICE, dtype)
-
-    def forward(self, tokens, *labels):  # -> logits, or with README's head the loss
-        return self.head(self.layers[0](tokens), *labels)
+        single, weight = model.module, model.module.weight
+        right = masked_ce.masked_cross_entropy(single(TOKENS), LABELS, reduction="sample_mean")
+        close(weight.grad, *gradients(right, weight), 1e-6)  # the token weights are float32
 
 
 def fsdp(r):
     """README's recipe against float64, by a plain bfloat16 model's error."""
-    mask, eager, oracle = (TOKENS + LABELS) % 5 != 0, Model(BFLOAT), Model()
-    model = block("fsdp", r.api, dist=dist, model=Model(FLOAT), hidden_size=6, vocab_size=11,
-                  fully_shard=fully_shard, MixedPrecisionPolicy=MixedPrecisionPolicy,
-                  tokens=part(r, TOKENS), labels=part(r, LABELS), mask=part(r, mask))["model"]
-    for other in (eager, oracle):
-        for p, q in zip(other.parameters(), model.parameters(), strict=True):
-            p.data.copy_(q.full_tensor().bfloat16())
-        z = other(TOKENS).to(FLOAT if other is eager else DOUBLE)
-        F.cross_entropy(z.flatten(0, 1), LABELS.masked_fill(~mask, IGN).flatten()).backward()
-    for p, e, o in zip(*(m.parameters() for m in (model, eager, oracle)), strict=True):
-        within(p.grad.full_tensor().bfloat16(), o.grad, e.grad)
+    mask, model, results = (TOKENS + LABELS) % 5 != 0, torch.nn.Module(), []
+    model.layers = torch.nn.ModuleList([torch.nn.Embedding(11, 6, device=DEVICE)])
+    model.forward = lambda tokens, *labels: model.head(model.layers[0](tokens), *labels)
+    block("fsdp", r.api, dist=dist, model=model, hidden_size=6, vocab_size=11,
+          fully_shard=fully_shard, MixedPrecisionPolicy=MixedPrecisionPolicy,
+          tokens=part(r, TOKENS), labels=part(r, LABELS), mask=part(r, mask))
+    for dtype in (DOUBLE, BFLOAT):
+        x, W = (p.detach().full_tensor().bfloat16().to(dtype).requires_grad_()
+                for p in model.parameters())
+        z = F.linear(F.embedding(TOKENS, x), W).to(torch.promote_types(dtype, FLOAT))
+        labels = LABELS.masked_fill(~mask, IGN)
+        results.append(gradients(F.cross_entropy(z.flatten(0, 1), labels.flatten()), x, W))
+    for p, oracle, eager in zip(model.parameters(), *results, strict=True):
+        within(p.grad.full_tensor().bfloat16(), oracle, eager)
 
-
-CASES = {4: [vocabulary_parallel, ddp_and_sequence_parallel, fsdp]}
-CASES[2] = [*CASES[4], two_shards, two_parts]
 
 # --------------------------------------------------------------------------- README, word for word
 README = Path(masked_ce.__file__).with_name("README.md").read_text()
@@ -868,49 +777,40 @@ def block(name, api, **names):
     return names
 
 
-def test_readme(api):
+def test_readme_and_docstrings(api):
+    assert doctest.testmod(masked_ce).failed == 0 < doctest.testmod(masked_ce).attempted
     assert " ".join(sorted(BLOCKS)) == "accumulation fsdp linear lm_head sequence start trainer"
     assert README.count("```python") == len(BLOCKS)
     names = block("start", masked_ce)
     close(names["loss"], 0.4076059644)
     close(names["logits"].grad, [[0.0900305732, 0.2447284711, -0.3347590442], [0, 0, 0]], 1e-6)
     # accumulation: uneven micro-batches
-    grads, model = [], torch.nn.Embedding(11, 11, device=DEVICE, dtype=DOUBLE)
-    step = SimpleNamespace(step=lambda: grads.append(model.weight.grad), zero_grad=model.zero_grad)
+    model = torch.nn.Embedding(11, 11, device=DEVICE, dtype=DOUBLE)
     loader = [list(zip(TOKENS.split([1, 5, 2]), LABELS.split([1, 5, 2])))]
-    block("accumulation", api, model=model, loader=loader, optimizer=step)
-    F.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten()).backward()
-    close(grads[0], model.weight.grad, 4e-12)
-    # lm_head and trainer, with stand-ins for what transformers has
-    head = torch.nn.Linear(4, 11, bias=False, device=DEVICE)
-    output = SimpleNamespace(last_hidden_state=torch.randn(8, 6, 4, device=DEVICE))
-    output.logits = head(output.last_hidden_state)
-    names = dict.fromkeys("input_ids attention_mask args dataset".split()) | dict(
-        labels=LABELS, num_items_in_batch=20,
-        model=SimpleNamespace(model=lambda *_, attention_mask: output, lm_head=head),
-        Trainer=lambda *_, compute_loss_func, **__: compute_loss_func)
-    z = output.logits[:, :-1].flatten(0, 1)
-    right = F.cross_entropy(z, LABELS[:, 1:].flatten(), reduction="sum").double() / 20
+    block("accumulation", api, model=model, loader=loader, optimizer=Mock())
+    right = F.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten())
+    close(model.weight.grad, *gradients(right, model.weight), 4e-12)
+    # lm_head and trainer, with one stand-in for all that transformers has
+    hidden, weight = torch.randn(8, 6, 4, device=DEVICE), torch.randn(11, 4, device=DEVICE)
+    stand_in = Mock(**{"model.return_value.last_hidden_state": hidden, "lm_head.weight": weight})
+    names = dict.fromkeys("model Trainer args dataset input_ids attention_mask".split(), stand_in)
+    names |= dict(labels=LABELS, num_items_in_batch=20)
+    z, next_tokens = F.linear(hidden, weight), LABELS[:, 1:].flatten()
+    right = F.cross_entropy(z[:, :-1].flatten(0, 1), next_tokens, reduction="sum").double() / 20
     close(block("lm_head", api, **names)["loss"], right)
-    close(block("trainer", api, **names)["trainer"](output, LABELS, num_items_in_batch=20), right)
+    block("trainer", api, **names)
+    loss_func = stand_in.call_args.kwargs["compute_loss_func"]
+    close(loss_func(Mock(logits=z), LABELS, num_items_in_batch=20), right)
     # linear: the four lines agree, and read the device as often as they say
-    c = make_case(DOUBLE)
-    names = vars(api) | dict(hidden=c.hidden, weight=c.weight, labels=c.target.where(c.keep, IGN))
-    right = F.cross_entropy(F.linear(c.hidden[c.keep], c.weight), c.target[c.keep]).item()
+    names = vars(api) | dict(
+        F=F, logits=z, teacher=torch.randn_like(z), labels=LABELS, mask=LABELS != IGN,
+        hidden=hidden, weight=weight, advantage=torch.linspace(-1, 1, 6, device=DEVICE),
+        token_loss=F.cross_entropy(z.mT, LABELS, reduction="none"))
     for line in BLOCKS["linear"].splitlines():
         assert count_syncs(lambda: exec(line, names)) == int(re.search(r"# (\d)", line)[1])
-        close(names.pop("loss"), right)
-
-
-def test_readme_instead_of_this_write_that(api):
-    mask = torch.arange(10, device=DEVICE).view(2, 5) % 3 > 0
-    logits, teacher, labels = *torch.randn(2, 2, 5, 7, device=DEVICE), tensor([[1, 6, 0, 2, 3]] * 2)
-    names = vars(api) | dict(
-        F=F, logits=logits, teacher=teacher, mask=mask, labels=labels.where(mask, IGN),
-        hidden=torch.randn(2, 5, 4, device=DEVICE), weight=torch.randn(7, 4, device=DEVICE),
-        advantage=torch.linspace(-1, 1, 5, device=DEVICE),
-        token_loss=F.cross_entropy(logits.mT, labels, reduction="none"))
+        close(names.pop("loss"), F.cross_entropy(z.mT, LABELS).item())
+    # instead of this, write that
     rows = re.findall(r"^\| `(\S*F\.[^`]+|\(token[^`]+)` \| `([^`]+)` \|$", README, re.MULTILINE)
     assert len(rows) == 5  # the rest are calls of packages that requirements.txt does not name
     for old, new in rows:
-        close(eval(new, names), eval(old, names).item(), 1e-6)
+        close(eval(new, names), eval(old, names).item(), 1e-5)  # advantages cancel
