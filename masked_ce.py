@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
+REDUCTIONS = ("mean", "sum", "none", "sample_mean")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -73,7 +74,7 @@ def token_weights(
     >>> token_weights(torch.tensor([[1, 1], [1, 0]]), "sample_mean").tolist()
     [[0.25, 0.25], [0.5, 0.0]]
     """
-    _choice("reduction", reduction, ("mean", "sum", "none", "sample_mean"))
+    _choice("reduction", reduction, REDUCTIONS)
     a, divisor = _countable(keep), num_items
     w = a.to(_accumulator(a.dtype), copy=a is keep)
     if num_items is not None:
@@ -204,15 +205,15 @@ class Options(NamedTuple):
         return group, group.rank() * columns, group.size() * columns
 
     def chunk(self, rows: int, weight: Tensor, buffers: int) -> int:
-        """Rows in a chunk, all even. One chunk up to 4H rows, as halves of it and the float32
-        grad_weight that a second needs take no less memory, or up to 5 GiB of logits, to spare the
-        passes over that; beyond, chunks of at most half of it."""
+        """Rows in a chunk, all even: at most 2H, or as many as 2.5 GiB of logits hold. Twice that
+        stays one chunk where a second would need a grad_weight in float32, and passes over it."""
         vocab, hidden = weight.shape
         limit = self.chunk_size
         if not limit:
-            limit = max(4 * hidden, 5 * 2**30 // (vocab * self.dtype.itemsize)) // buffers or 1
-            limit = limit if rows <= limit else -(-limit // 2)
-        return max(-(-rows // max(-(-rows // limit), 1)), 1)
+            limit = max(2 * hidden, 5 * 2**29 // (vocab * self.dtype.itemsize)) // buffers or 1
+            if self.needs[1] and weight.dtype == torch.bfloat16 and rows <= 2 * limit:
+                limit = rows
+        return max(-(-rows // max(-(-rows // max(limit, 1)), 1)), 1)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -595,6 +596,7 @@ def _options(
     _expect("hidden" if linear else "logits", x, (*shape, None))
     _choice("divergence", divergence, ("cross_entropy", "forward_kl", "reverse_kl"))
     _choice("skip", skip, ("rows", "chunks", "none"))
+    _choice("reduction", reduction, REDUCTIONS)
     if max_kept is not None and skip != "rows":
         raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={skip!r}")
     dtype, device = x.dtype, x.device
@@ -616,10 +618,12 @@ def _options(
         for name, b in ("linear_bias", bias), ("teacher_bias", teacher_bias):
             if b is not None:
                 _expect(name, b, (vocab,), device, dtypes)
-    mask = loss_mask if isinstance(loss_mask, Meta) else None  # what is no tensor fails later
-    if mask is not None and (mask.shape != shape or mask.device != device):
-        raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {device}, "
-                         f"got {tuple(mask.shape)} on {mask.device}")
+    if loss_mask is not None:
+        if not isinstance(loss_mask, Meta):
+            raise TypeError(f"loss_mask must be a tensor, got {loss_mask!r}")
+        if loss_mask.shape != shape or loss_mask.device != device:
+            raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {device}, "
+                             f"got {tuple(loss_mask.shape)} on {loss_mask.device}")
     needs = tuple(grad_mode and y is not None and y.requires_grad for y in (x, weight, bias))
     fused = linear or dtype in fused
     return Options(
@@ -775,20 +779,20 @@ class MaskedCrossEntropy:
             target_format="logits", divergence=divergence, teacher_softcap=teacher_softcap,
             chunk_size=chunk_size, max_kept=max_kept, retain_graph=allow_retain_graph)
 
-    def prepare(self, o, linear, x, target, loss_mask, ignore_index, *options):
+    def prepare(self, o, linear, x, target, loss_mask, ignore_index, reduction, cu_seqlens,
+                num_items):
         """-> w of each token, (n,), and what else it found for the pass, or None."""
-        labels, acc, plain = o.target_format == "labels", _accumulator(x.dtype), ("mean", None, None)
+        labels, acc = o.target_format == "labels", _accumulator(x.dtype)
         if loss_mask is not None:
             a = _countable(loss_mask)
             a = a.masked_fill(target == ignore_index, 0) if labels else a
         elif labels:
             a = target != ignore_index
-        elif options == plain:  # all count: no need to look
+        elif reduction == "mean" and cu_seqlens is None and num_items is None:  # 1 / N, all of them
             n = x.numel() // x.shape[-1]
             return x.new_full((n,), 1 / max(n, 1), dtype=acc), None
         else:
             a = x.new_ones(x.shape[:-1], dtype=torch.bool)
-        reduction, cu_seqlens, num_items = options
         a = a.double() if x.dtype == torch.float64 else a
         w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
         return w.to(acc).reshape(-1), None
@@ -811,11 +815,12 @@ class MaskedCrossEntropy:
             reduction, softcap, temperature, target_format, divergence, ignore_index,
             label_smoothing, z_loss, teacher_softcap,
             "" if _group(vocab_group) is None else vocab_group.group_name, chunk_size, skip,
-            max_kept, retain_graph)
+            max_kept, bool(retain_graph))
         try:
-            o = (_options if compiling else _checked)(*args)
-        except TypeError:
-            o = _options(*args)  # an argument that has no hash: say which, and why it is wrong
+            o = None if compiling else _checked(*args)
+        except TypeError:  # maybe an argument has no hash: _options says which, and what is wrong
+            o = None
+        o = _options(*args) if o is None else o
         w, prepared = self.prepare(
             o, linear, x, target, loss_mask, ignore_index, reduction, cu_seqlens, num_items)
         shape = x.shape[:-1]

@@ -32,8 +32,7 @@ INF = tl.constexpr(float("inf"))
 
 # ------------------------------------------------------------------------------- device functions
 @triton.jit
-def _finite(m):
-    """A maximum to subtract: -inf - -inf is NaN, exp(-inf - 0) is the 0 that is meant."""
+def _finite(m):  # see masked_ce._finite
     return tl.where(m == -INF, 0.0, m)
 
 
@@ -269,8 +268,7 @@ def _statistics_kernel(
     if GRADIENT:
         tl.debug_barrier()  # in place: all have read the label's logit before it is overwritten
         if whole < V:
-            columns = whole + tl.arange(0, BLOCK)
-            _gradient_block(row, out_ptr, columns, w, final, True, O)
+            _gradient_block(row, out_ptr, whole + tl.arange(0, BLOCK), w, final, True, O)
         half = tl.arange(0, BLOCK // 2)
         for start in range(0, whole, BLOCK // 2):
             begin = whole - BLOCK // 2 - start
@@ -367,19 +365,20 @@ def _prepare_kernel(
 
 # --------------------------------------------------------------------------------------- launches
 INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
-_compiled = {}
+ROCM, _compiled = torch.version.hip is not None, {}
 
 
 def _launch(kernel, grid: int, args, constants, num_warps: int) -> None:
     """kernel[(grid,)](*args, *constants) on the tensors' device.
 
     Triton's lookup of the compiled kernel is most of a launch, and the GPU waits for it. The key
-    here has all that Triton specialises on: types, what 16 divides, 64-bit integers, and 1.
+    here has all that it specialises on: types, what 16 divides, 64-bit integers, 1; ROCm: size.
     """
     with torch.cuda.device_of(args[0]):
         key = (id(kernel), args[0].device, num_warps, *constants, *[
             (x % 16, x == 1, -(2**31) <= x < 2**31) if isinstance(x, int)
-            else (x.dtype, x.data_ptr() % 16) for x in args])
+            else (x.dtype, x.data_ptr() % 16, ROCM and x.untyped_storage().nbytes() < 2**31)
+            for x in args])
         compiled = _compiled.get(key)
         if compiled is None:  # as it stays in the interpreter
             _compiled[key] = kernel[(grid,)](*args, *constants, num_warps=num_warps)
@@ -394,12 +393,12 @@ def _block(n: int, least: int, most: int) -> int:
 def _arguments(logits, target, w, o):
     """Rows with their columns side by side, the shard, and the Options that kernels depend on."""
     logits, target = (x if x.stride(-1) == 1 else x.contiguous() for x in (logits, target))
-    return logits, target, w.contiguous(), o.shard(logits.shape[1])[1:], reference.Options(*o[:7])
+    constant = reference.Options(*o[:7], dtype=None)  # Triton's hooks write it out as JSON
+    return logits, target, w.contiguous(), o.shard(logits.shape[1])[1:], constant
 
 
 def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
-    """-> w * loss (n,), statistics (5, n), and w * gradient or None. It may go to `out`: the logits
-    themselves, or what `prepare` has zeroed where w is 0."""
+    """-> w * loss (n,), statistics (5, n), w * gradient or None. out: logits, or 0 where w is 0."""
     zeroed = out is not None and out is not logits
     logits, target, w, shard, constant = _arguments(logits, target, w, o)
     (N, V), stats = logits.shape, w.new_empty((6, len(w)))
@@ -435,11 +434,11 @@ def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
 
 def _launch_prepare(keep, void, w=None, out=None, indexed=False):
     """Fills w and the void rows of out, where given. -> index, count if `indexed`."""
-    n, keep = keep.numel(), keep.contiguous()
+    n, V, keep = keep.numel(), 0 if out is None else out.shape[1], keep.contiguous()
     index = keep.new_empty(n + 1, dtype=torch.int64) if indexed else keep
-    _launch(_prepare_kernel, 1 if out is None else 1 + n, (
-        keep, keep if w is None else w, index, keep if out is None else out, void, n,
-        0 if out is None else out.shape[1]), (w is not None, indexed, _block(n, 16, 4096)), 8)
+    tensors = keep, keep if w is None else w, index, keep if out is None else out
+    _launch(_prepare_kernel, 1 if out is None else 1 + n, (*tensors, void, n, V),
+            (w is not None, indexed, _block(max(n, V), 16, 4096)), 8)
     return (index[:n], index[n]) if indexed else None
 
 
@@ -457,15 +456,16 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
             return loss_op(*tensors, *o)[0]
         return super().loss(o, prepared, *tensors)
 
-    def prepare(self, o, linear, x, target, loss_mask, ignore_index, *options):
+    def prepare(self, o, linear, x, target, loss_mask, ignore_index, reduction, *options):
         if x.device.type == "cpu" and not INTERPRETED:
             raise RuntimeError(
                 "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
                 "set TRITON_INTERPRET=1 before anything imports triton")
-        mean_of_labels = options == ("mean", None, None) and o.target_format == "labels"
-        if (loss_mask is not None or not mean_of_labels or not target.numel()
-                or torch.compiler.is_compiling()):
-            return super().prepare(o, linear, x, target, loss_mask, ignore_index, *options)
+        plain = reduction == "mean" and all(y is None for y in (loss_mask, *options))
+        plain = plain and o.target_format == "labels" and target.numel()
+        if not plain or torch.compiler.is_compiling():
+            return super().prepare(
+                o, linear, x, target, loss_mask, ignore_index, reduction, *options)
         w = x.new_empty(target.numel(), dtype=reference._accumulator(x.dtype))
         early = o.early and not linear and not o.vocab_group
         out = x.new_empty((len(w), x.shape[-1])) if early else None
@@ -490,10 +490,9 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         """In place where nobody else holds the gradient: an upstream of 1 then costs nothing."""
         alone, n = grad.dtype == dtype and not ctx.options.retain_graph, grad.numel()
         ctx.spent |= alone
-        out = grad if alone else torch.empty_like(grad, dtype=dtype)
+        out, blocks = grad if alone else torch.empty_like(grad, dtype=dtype), -(-n // 8192)
         if n:
-            blocks = min(-(-n // 8192), 2048)
-            _launch(_scale_kernel, blocks, (grad, out, upstream, n), (alone, 8192), 8)
+            _launch(_scale_kernel, min(blocks, 2048), (grad, out, upstream, n), (alone, 8192), 8)
         return out
 
 

@@ -560,6 +560,8 @@ BAD = {  # argument -> bad values; the message names the argument, then a number
     *((error, f, {name: x}, name[-4:] + (".*" + repr(x)) * (type(x) in (int, float, str)))
       for (error, f), arguments in BAD.items() for name in arguments for x in arguments[name]),
     (ValueError, CE, dict(num_items=2, reduction="sum"), "num_items=2"),
+    (TypeError, CE, dict(softcap={}), "softcap.*{}"),  # what has no hash
+    (TypeError, LINEAR, dict(loss_mask=(1, 1)), r"loss_mask.*\(1, 1\)"),
     (ValueError, LINEAR, dict(max_kept=1, skip="none"), "max_kept=1"),
     (ValueError, CE, dict(logits=[Z[:1]] * 2, target=[[0], [1]], loss_mask=[1, 0]),  # fault 19
      r"\(2, 1\).*\(2,\)"),
