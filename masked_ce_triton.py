@@ -222,8 +222,7 @@ def _statistics_kernel(
     column = tl.load(target_ptr).to(tl.int64) - first if LABELS else 0
     row = (logits_ptr, target_ptr, column, V, vocab_size)
 
-    zero = tl.zeros([BLOCK // VECTOR], ACC)
-    lowest = tl.full([BLOCK // VECTOR], -INF, ACC)
+    zero, lowest = tl.zeros([BLOCK // VECTOR], ACC), tl.full([BLOCK // VECTOR], -INF, ACC)
     state = (zero, lowest, zero, lowest if TEACHER else zero, zero)
     tile = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     whole = V // BLOCK * BLOCK  # up to here no column needs a mask
@@ -456,18 +455,19 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
             return loss_op(*tensors, *o)[0]
         return super().loss(o, prepared, *tensors)
 
-    def prepare(self, o, linear, x, target, loss_mask, ignore_index, reduction, *options):
+    def prepare(self, o, linear, x, target, loss_mask, ignore_index, reduction, cu_seqlens,
+                num_items):
         if x.device.type == "cpu" and not INTERPRETED:
             raise RuntimeError(
                 "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
                 "set TRITON_INTERPRET=1 before anything imports triton")
-        plain = reduction == "mean" and all(y is None for y in (loss_mask, *options))
-        plain = plain and o.target_format == "labels" and target.numel()
+        plain = (reduction == "mean" and o.target_format == "labels" and loss_mask is None
+                 and cu_seqlens is None and num_items is None and target.numel())
         if not plain or torch.compiler.is_compiling():
-            return super().prepare(
-                o, linear, x, target, loss_mask, ignore_index, reduction, *options)
+            return super().prepare(o, linear, x, target, loss_mask, ignore_index, reduction,
+                                   cu_seqlens, num_items)
         w = x.new_empty(target.numel(), dtype=reference._accumulator(x.dtype))
-        early = o.early and not linear and not o.vocab_group
+        early = o.early and not (linear or o.vocab_group)
         out = x.new_empty((len(w), x.shape[-1])) if early else None
         found = _launch_prepare(target, ignore_index, w, out, linear and o.skip == "rows")
         return w, found if linear else out
@@ -490,9 +490,9 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         """In place where nobody else holds the gradient: an upstream of 1 then costs nothing."""
         alone, n = grad.dtype == dtype and not ctx.options.retain_graph, grad.numel()
         ctx.spent |= alone
-        out, blocks = grad if alone else torch.empty_like(grad, dtype=dtype), -(-n // 8192)
-        if n:
-            _launch(_scale_kernel, min(blocks, 2048), (grad, out, upstream, n), (alone, 8192), 8)
+        out = grad if alone else torch.empty_like(grad, dtype=dtype)
+        blocks = min(-(-n // 8192), 2048)
+        _launch(_scale_kernel, max(blocks, 1), (grad, out, upstream, n), (alone, 8192), 8)
         return out
 
 
