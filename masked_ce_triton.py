@@ -455,8 +455,8 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
             return loss_op(*tensors, *o)[0]
         return super().loss(o, prepared, *tensors)
 
-    def prepare(self, o, linear, x, target, loss_mask, ignore_index, reduction, cu_seqlens,
-                num_items):
+    def prepare(self, o, linear, *args):
+        x, target, loss_mask, ignore_index, reduction, cu_seqlens, num_items = args
         if x.device.type == "cpu" and not INTERPRETED:
             raise RuntimeError(
                 "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
@@ -464,8 +464,7 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         plain = (reduction == "mean" and o.target_format == "labels" and loss_mask is None
                  and cu_seqlens is None and num_items is None and target.numel())
         if not plain or torch.compiler.is_compiling():
-            return super().prepare(o, linear, x, target, loss_mask, ignore_index, reduction,
-                                   cu_seqlens, num_items)
+            return self.weights(o, *args), None  # (not super(): some Pythons' dynamo fails on it)
         w = x.new_empty(target.numel(), dtype=reference._accumulator(x.dtype))
         early = o.early and not (linear or o.vocab_group)
         out = x.new_empty((len(w), x.shape[-1])) if early else None
