@@ -88,11 +88,12 @@ def token_weights(
             raise ValueError(f"num_items must be a 0-dim number without grad, got {num_items!r}")
         _check(divisor, lambda n: (n >= 0) & (n < INF),
                lambda _: f"num_items={num_items} is out of range")
+    segments = None if cu_seqlens is None else _segments(cu_seqlens, a)
     if reduction in ("mean", "sample_mean"):
         _check(a, lambda a: a >= 0, lambda i: f"no {reduction!r} takes a negative token weight, "
                                               f"here {a.reshape(-1)[i].item()} at token {i}")
         if reduction == "sample_mean":
-            sums, of_token = _sample_sums(a, cu_seqlens)
+            sums, of_token = _sample_sums(a, cu_seqlens, segments)
             sums = _sum_over(sums, process_group)
             w, samples = (w / of_token(sums)).to(w.dtype), (sums != 0).sum()
         if num_items is None:
@@ -102,7 +103,7 @@ def token_weights(
         else:
             w = (w / divisor).to(w.dtype).masked_fill((a == 0) | (divisor == 0), 0.0)
             w = w.masked_fill((a < 0) | (divisor < 0) | (divisor == INF), NAN)
-    return w if cu_seqlens is None else torch.where(_segments(cu_seqlens, a)[1], w, NAN)
+    return w if segments is None else torch.where(segments[1], w, NAN)
 
 
 def count_items(
@@ -115,9 +116,11 @@ def count_items(
     """
     _choice("reduction", reduction, ("mean", "sample_mean"))
     a = _countable(keep)
-    count = a.sum() if reduction == "mean" else (_sample_sums(a != 0, cu_seqlens)[0] != 0).sum()
-    if cu_seqlens is not None:  # a negative count makes every weight NaN
-        count = torch.where(_segments(cu_seqlens, keep)[1], count, -1)
+    segments = None if cu_seqlens is None else _segments(cu_seqlens, a)
+    counted = a if reduction == "mean" else _sample_sums(a != 0, cu_seqlens, segments)[0] != 0
+    count = counted.sum()
+    if segments is not None:  # a negative count makes every weight NaN
+        count = torch.where(segments[1], count, -1)
     return _sum_over(count, process_group)
 
 
@@ -134,14 +137,14 @@ def _countable(keep: Tensor) -> Tensor:
     return keep.to(dtype).contiguous()
 
 
-def _sample_sums(a: Tensor, cu_seqlens):
+def _sample_sums(a: Tensor, cu_seqlens, segments):
     """-> the sum of `a` in each sample, and a function that hands each token its sample's value."""
     if cu_seqlens is None:  # a sample is an index of the first dimension, or the whole of a 1-D one
         shape = (a.shape[0] if a.dim() > 1 else 1, *[1] * (a.dim() - 1))
         sums = a.reshape(shape[0], a.numel() // max(shape[0], 1))
         sums = sums.sum(1, dtype=torch.float64 if a.is_floating_point() else None)
         return sums, lambda x: x.view(shape) if a.dim() else x[0]
-    segment, valid = _segments(cu_seqlens, a)
+    segment, valid = segments
     # float64 counts exactly; segment_reduce adds in a fixed order (index_add_ does not).
     # unsafe=True skips a check that synchronises: offsets that failed ours become empty segments.
     sums = torch.segment_reduce(
@@ -210,10 +213,11 @@ class Options(NamedTuple):
         vocab, hidden = weight.shape
         limit = self.chunk_size
         if not limit:
-            limit = max(2 * hidden, 5 * 2**29 // (vocab * self.dtype.itemsize)) // buffers or 1
+            limit = max(2 * hidden, 5 * 2**29 // (vocab * self.dtype.itemsize)) // buffers
             if self.needs[1] and weight.dtype == torch.bfloat16 and rows <= 2 * limit:
-                limit = rows
-        return max(-(-rows // max(-(-rows // max(limit, 1)), 1)), 1)
+                return max(rows, 1)
+        chunks = max(-(-rows // limit), 1)
+        return max(-(-rows // chunks), 1)
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
