@@ -37,6 +37,12 @@ def _finite(m):  # see masked_ce._finite
 
 
 @triton.jit
+def _exp(x):
+    """In float32 three of tl.exp's five instructions are for results under 1.2e-38; here 0."""
+    return tl.exp2(x * 1.4426950408889634) if x.dtype == tl.float32 else tl.exp(x)
+
+
+@triton.jit
 def _tanh(x):
     """-e / (2 + e), e = expm1(-2|x|), Kahan's expm1. (The interpreter lacks libdevice's tanh, and
     2*sigmoid(2x)-1 loses the low bits of a small x.)"""
@@ -60,13 +66,16 @@ def _transformed(z, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
 def _load(row, columns, V, MASKED: tl.constexpr, ACC: tl.constexpr, SOFTCAP: tl.constexpr,
           TEMPERATURE: tl.constexpr, EVICT: tl.constexpr):
     """z. Lanes past the end become -inf after softcap, which would make them -softcap."""
-    if MASKED:
-        z = tl.load(row + columns, mask=columns < V, other=0.0).to(ACC)
-        z = tl.where(columns < V, _transformed(z, SOFTCAP, TEMPERATURE), -INF)
-    else:
-        z = tl.load(row + columns, eviction_policy=EVICT).to(ACC)
-        z = _transformed(z, SOFTCAP, TEMPERATURE)
-    return z
+    z = tl.load(row + columns, mask=columns < V if MASKED else None, eviction_policy=EVICT)
+    z = _transformed(z.to(ACC), SOFTCAP, TEMPERATURE)
+    return tl.where(columns < V, z, -INF) if MASKED else z
+
+
+@triton.jit
+def _column(target, first, V):
+    """The label's column among those held here, or -1. 32 bits: all columns are compared with it."""
+    column = tl.load(target).to(tl.int64) - first
+    return tl.where((column >= 0) & (column < V), column, -1).to(tl.int32)
 
 
 @triton.jit
@@ -93,9 +102,9 @@ def _moved(state, new_m, new_tm, O: tl.constexpr):
     TEACHER: tl.constexpr = O.target_format == "logits"
     x, m, s, tm, ts = state
     dm = m - _finite(new_m)
-    scale = tl.exp(dm)
+    scale = _exp(dm)
     if O.target_format != "labels" or O.label_smoothing > 0.0:
-        t_scale = tl.exp(tm - _finite(new_tm)) if TEACHER else 1.0
+        t_scale = _exp(tm - _finite(new_tm)) if TEACHER else 1.0
         shift = -_finite(dm)
         if TEACHER and O.divergence != "cross_entropy":
             shift += _finite(tm - _finite(new_tm))
@@ -124,12 +133,12 @@ def _statistics_block(row, columns, state, MASKED: tl.constexpr, O: tl.constexpr
             new_tm = tl.maximum(new_tm, tl.max(t, 1))
     x, s, ts = _moved(state, new_m, new_tm, O)
     below = z - _finite(new_m)[:, None]
-    e = tl.exp(below)
+    e = _exp(below)
     s += tl.sum(e, 1)
     if DISTRIBUTION:
         if O.target_format == "logits":
             log_q = t - _finite(new_tm)[:, None]
-            q = tl.exp(log_q)
+            q = _exp(log_q)
         else:
             q = t
             log_q = tl.log(t) if O.divergence != "cross_entropy" else t
@@ -151,7 +160,7 @@ def _gradient_block(row, out, columns, c, state, MASKED: tl.constexpr, O: tl.con
     logit = _load(logits, columns, V, MASKED, m.dtype, 0.0, 1.0, "evict_first")
     z = _transformed(logit, O.softcap, O.temperature)
     below = z - m
-    p = tl.exp(below) * (1.0 / s)
+    p = _exp(below) * (1.0 / s)
     if O.target_format == "labels":
         grad = p * (1.0 + 2.0 * O.z_loss * (m + tl.log(s))) if O.z_loss > 0.0 else p
         if O.label_smoothing > 0.0:
@@ -165,15 +174,13 @@ def _gradient_block(row, out, columns, c, state, MASKED: tl.constexpr, O: tl.con
             log_q = (t - tm) - tl.log(ts) if TEACHER else tl.log(t)
             grad = tl.where(p != 0, p * (below - log_q - (tl.log(s) + x)), 0.0)
         else:
-            grad = p - tl.exp(t - tm) * (1.0 / ts) if TEACHER else p * ts - t
+            grad = p - _exp(t - tm) * (1.0 / ts) if TEACHER else p * ts - t
     if O.softcap > 0.0:
-        e = tl.exp(-2.0 * tl.abs(logit / O.softcap))  # 1 - tanh^2, from tanh, would cancel near 1
+        e = _exp(-2.0 * tl.abs(logit / O.softcap))  # 1 - tanh^2, from tanh, would cancel near 1
         grad *= 4.0 * e / ((1.0 + e) * (1.0 + e))
     grad = (grad * (c / O.temperature)).to(out.dtype.element_ty)
-    if MASKED:
-        tl.store(out + columns, grad, mask=columns < V)
-    else:
-        tl.store(out + columns, grad, eviction_policy="evict_first")
+    tl.store(out + columns, grad, mask=columns < V if MASKED else None,
+             eviction_policy="evict_first")
 
 
 @triton.jit
@@ -197,18 +204,17 @@ def _statistics_kernel(
 
     Grid (N,), a program a row. One pass: reads B, with a distribution 2B, and writes 6 numbers a
     row. The running maxima and sums are vectors, a lane for each VECTOR columns that a thread loads
-    at once, so that the loop needs no reduction across threads. PARTIAL: the columns are a shard;
-    masked_ce finishes. GRADIENT, a second pass, from the row's end: reads them again and writes B,
-    in all 3B, with a distribution 5B; but what was read last is still in the L2 cache, where a pass
-    from the start would find each block just evicted.
-    Of a row of weight 0 it reads the weight alone, and writes zeros (ZEROED: out has them).
+    at once, so that the loop needs no reduction across threads. GRADIENT, a second pass, in blocks
+    of so many columns from the row's end: reads them again and writes B, in all 3B, with a
+    distribution 5B; but what was read last is still in the L2 cache, where a pass from the start
+    would find each block just evicted. Of a row of weight 0 it reads the weight alone, and writes
+    zeros (ZEROED: out has them). PARTIAL: the columns are a shard, and masked_ce finishes.
     """
     ACC: tl.constexpr = w_ptr.dtype.element_ty
     VECTOR: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes
     LABELS: tl.constexpr = O.target_format == "labels"
     TEACHER: tl.constexpr = O.target_format == "logits"
-    N = tl.num_programs(0)
-    at = tl.program_id(0).to(tl.int64)
+    N, at = tl.num_programs(0), tl.program_id(0).to(tl.int64)
     w = tl.load(w_ptr + at)
     logits_ptr += at * logits_stride
     target_ptr += at * target_stride
@@ -219,7 +225,7 @@ def _statistics_kernel(
         if GRADIENT and not ZEROED:
             _store_zeros(out_ptr, V, BLOCK)
         return
-    column = tl.load(target_ptr).to(tl.int64) - first if LABELS else 0
+    column = _column(target_ptr, first, V) if LABELS else -1
     row = (logits_ptr, target_ptr, column, V, vocab_size)
 
     zero, lowest = tl.zeros([BLOCK // VECTOR], ACC), tl.full([BLOCK // VECTOR], -INF, ACC)
@@ -237,14 +243,11 @@ def _statistics_kernel(
     x, s, ts = _moved(state, row_m, row_tm, O)
     # Reverse KL is the small difference of x / s and log s.
     WIDE: tl.constexpr = tl.float64 if O.divergence == "reverse_kl" else ACC
-    x = tl.sum(x.to(WIDE), 0)
-    s = tl.sum(s.to(WIDE), 0)
-    ts = tl.sum(ts.to(WIDE), 0)
+    x, s, ts = tl.sum(x.to(WIDE), 0), tl.sum(s.to(WIDE), 0), tl.sum(ts.to(WIDE), 0)
     if LABELS and O.label_smoothing == 0.0:
-        here = (column >= 0) & (column < V)
-        z = tl.load(logits_ptr + column, mask=here, other=0.0).to(ACC)
-        x = tl.where(here, _finite(row_m) - _transformed(z, O.softcap, O.temperature), 0.0)
-        ts = tl.where(here, 1.0, 0.0).to(ACC)
+        z = tl.load(logits_ptr + column, mask=column >= 0, other=0.0).to(ACC)
+        x = tl.where(column >= 0, _finite(row_m) - _transformed(z, O.softcap, O.temperature), 0.0)
+        ts = tl.where(column >= 0, 1.0, 0.0).to(ACC)
     if not PARTIAL:
         mass = ts if O.target_format == "probabilities" else 1.0
         if O.divergence == "reverse_kl":
@@ -257,9 +260,8 @@ def _statistics_kernel(
             if O.z_loss > 0.0:
                 lse = row_m + tl.log(s)
                 x += O.z_loss * lse * lse
-            known = (column >= 0) & (column < V)
-            x = tl.where(known, x, float("nan"))
-            s = tl.where(known, s, float("nan"))  # takes it to the gradient
+            x = tl.where(column >= 0, x, float("nan"))
+            s = tl.where(column >= 0, s, float("nan"))  # takes it to the gradient
         tl.store(stats_ptr + 5 * N + at, w * x)
     final = (x.to(ACC), row_m, s.to(ACC), row_tm, ts.to(ACC))
     for k in tl.static_range(5):
@@ -268,10 +270,9 @@ def _statistics_kernel(
         tl.debug_barrier()  # in place: all have read the label's logit before it is overwritten
         if whole < V:
             _gradient_block(row, out_ptr, whole + tl.arange(0, BLOCK), w, final, True, O)
-        half = tl.arange(0, BLOCK // 2)
-        for start in range(0, whole, BLOCK // 2):
-            begin = whole - BLOCK // 2 - start
-            _gradient_block(row, out_ptr, begin + half, w, final, False, O)
+        columns = tl.arange(0, GRADIENT)
+        for start in range(0, whole, GRADIENT):
+            _gradient_block(row, out_ptr, whole - GRADIENT - start + columns, w, final, False, O)
 
 
 @triton.jit
@@ -298,7 +299,7 @@ def _gradient_kernel(
         return
     logits_ptr += at * logits_stride
     target_ptr += at * target_stride
-    column = tl.load(target_ptr).to(tl.int64) - first if O.target_format == "labels" else 0
+    column = _column(target_ptr, first, V) if O.target_format == "labels" else -1
     row = (logits_ptr, target_ptr, column, V, vocab_size)
     stats = stats_ptr + at
     state = (tl.load(stats), tl.load(stats + N), tl.load(stats + 2 * N), tl.load(stats + 3 * N),
@@ -316,9 +317,8 @@ def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, BLOCK
     Grid (at most 2048 programs,), each strides over the blocks. One pass: reads and writes n.
     """
     upstream = tl.load(upstream_ptr)
-    if IN_PLACE:
-        if upstream == 1:
-            return
+    if (upstream == 1) & IN_PLACE:
+        return
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, mask=at < n).to(upstream.dtype)
@@ -405,13 +405,14 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
     to = out if gradient else logits
     # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
     item, labels = logits.element_size(), o.target_format == "labels"
-    wide = V * item > 2**17
-    size, warps = (8192, 8) if not (gradient and labels) else (32768, 32) if wide else (16384, 8)
+    size, warps = (8192, 8) if not gradient else (16384, 16) if not labels else (
+        32768, 8 if V * item < 2**17 else 32)
     block = _block(V, 32, size // item)
+    second = gradient and block // (2 if size // warps == 4096 else 1)
     if N:
         _launch(_statistics_kernel, N, (
             logits, target, w, stats, to, logits.stride(0), target.stride(0), to.stride(0), V,
-            *shard), (constant, partial, gradient, zeroed, block),
+            *shard), (constant, partial, second, zeroed, block),
             max(warps * block * item // size, 1))
     return stats[5], stats[:5], out if gradient else None
 
@@ -422,12 +423,12 @@ def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
     N, V = logits.shape
     out = logits.new_empty((N, V)) if out is None else out
     upstream, scaled = w if upstream is None else upstream, upstream is not None
-    block = _block(V, 16, 4096 // logits.element_size())
+    block = _block(V, 16, 2048 // logits.element_size())
     blocks = -(-V // block)
     if N:
         _launch(_gradient_kernel, N * blocks, (
             logits, target, w, upstream, stats, out, logits.stride(0), target.stride(0),
-            upstream.stride(0), out.stride(0), V, *shard, blocks), (constant, scaled, block), 2)
+            upstream.stride(0), out.stride(0), V, *shard, blocks), (constant, scaled, block), 1)
     return out
 
 

@@ -4,6 +4,7 @@ Tests that take `api` run on both files: on a GPU if there is one, else on CPU, 
 interpreter needs milliseconds a row: sizes are small, and comments say why they are what they are.
 Functions of `r` run on both files in 2 or 4 ranks: gloo on CPU, and NCCL where there are two GPUs.
 """
+import copy
 import doctest
 import functools
 import importlib
@@ -792,21 +793,11 @@ def test_readme_and_docstrings(api):
     block("accumulation", api, model=model, loader=loader, optimizer=Mock())
     right = F.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten())
     close(model.weight.grad, *gradients(right, model.weight), 4e-12)
-    # lm_head and trainer, with one stand-in for all that transformers has
-    hidden, weight = torch.randn(8, 6, 4, device=DEVICE), torch.randn(11, 4, device=DEVICE)
-    stand_in = Mock(**{"model.return_value.last_hidden_state": hidden, "lm_head.weight": weight})
-    names = dict.fromkeys("model Trainer args dataset input_ids attention_mask".split(), stand_in)
-    names |= dict(labels=LABELS, num_items_in_batch=20)
-    z, next_tokens = F.linear(hidden, weight), LABELS[:, 1:].flatten()
-    right = F.cross_entropy(z[:, :-1].flatten(0, 1), next_tokens, reduction="sum").double() / 20
-    close(block("lm_head", api, **names)["loss"], right)
-    block("trainer", api, **names)
-    loss_func = stand_in.call_args.kwargs["compute_loss_func"]
-    close(loss_func(Mock(logits=z), LABELS, num_items_in_batch=20), right)
     # linear: the four lines agree, and read the device as often as they say
+    hidden, weight = torch.randn(8, 6, 4, device=DEVICE), torch.randn(11, 4, device=DEVICE)
     names = vars(api) | dict(
-        F=F, logits=z, teacher=torch.randn_like(z), labels=LABELS, mask=LABELS != IGN,
-        hidden=hidden, weight=weight, advantage=torch.linspace(-1, 1, 6, device=DEVICE),
+        F=F, logits=(z := F.linear(hidden, weight)), teacher=torch.randn_like(z), labels=LABELS,
+        mask=LABELS != IGN, hidden=hidden, weight=weight, advantage=torch.linspace(-1, 1, 6, device=DEVICE),
         token_loss=F.cross_entropy(z.mT, LABELS, reduction="none"))
     for line in BLOCKS["linear"].splitlines():
         assert count_syncs(lambda: exec(line, names)) == int(re.search(r"# (\d)", line)[1])
@@ -816,3 +807,26 @@ def test_readme_and_docstrings(api):
     assert len(rows) == 5  # the rest are calls of packages that requirements.txt does not name
     for old, new in rows:
         close(eval(new, names), eval(old, names).item(), 1e-5)  # advantages cancel
+
+
+def test_readme_hugging_face(api, tmp_path):
+    """lm_head and trainer: the loss and the training step of transformers' own loss."""
+    hf = pytest.importorskip("transformers", reason="README's recipes for transformers need it")
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2)).to(DEVICE)
+    inputs = dict(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS), labels=LABELS,
+                  num_items_in_batch=20)
+    close(block("lm_head", api, model=model, **inputs)["loss"], model(**inputs).loss.item(), 1e-6)
+    args = hf.TrainingArguments(  # one step of uneven micro-batches, some of them empty
+        tmp_path, max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=8,
+        optim="sgd", learning_rate=1.0, max_grad_norm=0, use_cpu=DEVICE == "cpu", report_to=[])
+    dataset = [dict(input_ids=x, labels=y) for x, y in zip(TOKENS.cpu(), LABELS.cpu())]
+    mine, theirs = copy.deepcopy(model), copy.deepcopy(model)
+    names = dict(Trainer=hf.Trainer, model=mine, args=args, dataset=dataset)
+    for trainer in block("trainer", api, **names)["trainer"], hf.Trainer(
+            theirs, args, train_dataset=dataset):
+        trainer.train()
+    for before, *after in zip(*(m.parameters() for m in (model, mine, theirs)), strict=True):
+        close(*(p.detach() - before.detach() for p in after), 1e-4)
