@@ -12,9 +12,9 @@ from collections import namedtuple
 from pathlib import Path
 
 import torch
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ.setdefault("TRITON_INTERPRET", str(int(DEVICE == "cpu")))  # before triton is imported
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers would take seconds to stop
 
 import torch.nn.functional as F
 from rich import box

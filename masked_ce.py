@@ -16,11 +16,11 @@ Counts   "2R 1W" beside a step: it reads N*V elements twice and writes them once
 Order    weights; row statistics and gradient; the chunked linear path; autograd; the front door
 """
 from functools import lru_cache
+from numbers import Integral, Real
 from typing import NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,7 +47,7 @@ def shift_labels(
         raise TypeError(f"labels must be a tensor, got {labels!r}")
     is_mask = labels.is_floating_point() or labels.dtype == torch.bool
     integers = torch.iinfo(torch.int64 if is_mask else labels.dtype)
-    fits = isinstance(ignore_index, int) and integers.min <= ignore_index <= integers.max
+    fits = isinstance(ignore_index, Integral) and integers.min <= ignore_index <= integers.max
     if labels.dim() == 0 or not (ignore_index == 0 if is_mask else fits):
         raise ValueError(f"labels {tuple(labels.shape)} of {labels.dtype} do not shift with "
                          f"ignore_index={ignore_index}; a mask takes 0")
@@ -81,8 +81,8 @@ def token_weights(
         if reduction in ("sum", "none"):
             raise ValueError(f"num_items={num_items} replaces the divisor, {reduction!r} has none")
         if not isinstance(num_items, Tensor):
-            _number("num_items", num_items, lambda n: 0 <= n < INF)
-            divisor = w.new_full((), num_items)  # a fill on the device, where tensor() would copy
+            number = _number("num_items", num_items, lambda n: 0 <= n < INF)
+            divisor = w.new_full((), number)  # a fill on the device, where tensor() would copy
         odd = divisor.dtype == torch.bool or divisor.is_complex()
         if divisor.dim() or divisor.requires_grad or odd:
             raise ValueError(f"num_items must be a 0-dim number without grad, got {num_items!r}")
@@ -90,8 +90,8 @@ def token_weights(
                lambda _: f"num_items={num_items} is out of range")
     segments = None if cu_seqlens is None else _segments(cu_seqlens, a)
     if reduction in ("mean", "sample_mean"):
-        _check(a, lambda a: a >= 0, lambda i: f"no {reduction!r} takes a negative token weight, "
-                                              f"here {a.reshape(-1)[i].item()} at token {i}")
+        _check(a, lambda a: a >= 0, lambda i: f"{reduction!r} takes token weights of 0 or more, got "
+                                              f"{a.reshape(-1)[i].item()} at token {i}")
         if reduction == "sample_mean":
             sums, of_token = _sample_sums(a, cu_seqlens, segments)
             sums = _sum_over(sums, process_group)
@@ -238,7 +238,7 @@ def _selected(x: Tensor, w: Tensor, softcap=0.0, temperature=1.0) -> Tensor:
 def _target(target, z, w, o: Options, tm=None):
     """-> q and log q before q is divided by its row sum, and tm. 2R 2W"""
     if o.target_format == "logits":
-        t = _selected(target, w, o.teacher_softcap, o.temperature)
+        t = _selected(target.to(z.dtype), w, o.teacher_softcap, o.temperature)
         tm = t.amax(1, keepdim=True) if tm is None else tm
         return (t - _finite(tm)).exp(), t - _finite(tm), tm
     if o.target_format == "labels":
@@ -247,7 +247,7 @@ def _target(target, z, w, o: Options, tm=None):
         q = (columns == target[:, None]).to(z.dtype) * (1 - o.label_smoothing)
         q = q + o.label_smoothing / vocab_size
     else:
-        q = _selected(target, w)
+        q = _selected(target.to(z.dtype), w)
     log_q = None if o.divergence == "cross_entropy" else q.log()
     return q, log_q, torch.zeros_like(z[:, :1])
 
@@ -305,6 +305,7 @@ def _sums(ts: Tensor, o: Options):
     return {"labels": (one, one), "probabilities": (ts, one), "logits": (one, ts)}[o.target_format]
 
 
+@torch.no_grad()
 def row_statistics(logits, target, w, o: Options, shard=shard_statistics):
     """-> w * loss (n,), statistics (5, n). With a vocab_group: one all_gather of 5 floats a row."""
     stats = shard(logits, target, w, o)
@@ -318,6 +319,7 @@ def row_statistics(logits, target, w, o: Options, shard=shard_statistics):
     return finish(stats, target, w, o, vocab_size)
 
 
+@torch.no_grad()
 def row_gradient(logits, target, w, upstream, stats, o: Options, out=None) -> Tensor:  # (n, V)
     """c * dl/dlogits, c = w * upstream, rounded once, 0 where c is. `out` may be the logits."""
     c = w if upstream is None else torch.where(w != 0, w * upstream, 0.0)
@@ -363,7 +365,7 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
 
     -> loss, stats (5, N), count, and grad_hidden, grad_weight, grad_bias, empty where not wanted.
     """
-    (N, H), V, acc, forward = hidden.shape, len(weight), w.dtype, stats is None
+    (N, H), V, acc, forward = hidden.shape, len(weight), w.dtype, upstream is None
     half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
     needs = [need and (o.early or not forward) for need in o.needs]
     (need_hidden, need_weight, need_bias), group = needs, o.shard(V)[0]
@@ -424,11 +426,11 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
                                            dtype=acc if half or n > size else weight.dtype)
             grad_bias = w.new_empty(1, V if need_bias else 0)
         t = head(target, at, void, *heads[2:], buffers[1])[1] if teacher else rows(target, at)
-        if forward and not half:
+        if stats is None and not half:
             *part, g = kernels.row_pass(z, t, c, any(needs), o, z)
         else:
-            saved = None if forward else stats[:, at].contiguous()
-            part = kernels.row_statistics(z, t, c, o) if forward else (None, saved)
+            part = (kernels.row_statistics(z, t, c, o) if stats is None else
+                    (None, stats[:, at].contiguous()))
             flat = c  # the coefficient in the buffer
             if half:  # over the factor by which an entry can exceed 1: no overflow
                 loss, m, s = part[1][:3]
@@ -478,7 +480,7 @@ def loss_pass(kernels, o: Options, *tensors, prepared=None):
     weight is None logits. Then in backward upstream, stats, count: only the gradients are given.
     """
     if tensors[1] is not None:
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
             return linear_chunks(kernels, o, *tensors, prepared=prepared)
     x, _, _, target, _, _, w, *saved = tensors
     if saved:
@@ -492,35 +494,42 @@ def loss_pass(kernels, o: Options, *tensors, prepared=None):
 
 def loss_setup(ctx, tensors, o: Options, output):
     ctx.set_materialize_grads(False)
-    again = tensors[1] is None or not o.early  # given logits stay with the caller anyway
-    ctx.save_for_backward(*(tensors if again else ()), *output[1:])
-    ctx.options, ctx.again, ctx.spent = o, again, False
-    ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.options, ctx.spent = o, False
 
 
 def loss_backward(kernels, ctx, upstream):
     o, saved = ctx.options, ctx.saved_tensors
     if o.early and not ctx.spent:
-        return [kernels.scaled(ctx, grad, upstream, dtype) if need else None
-                for grad, dtype, need in zip(saved[-3:], ctx.dtypes, o.needs)]
-    if not ctx.again:
-        raise RuntimeError("the first backward scaled the saved gradients in place and gave them "
-                           "away: a second one needs allow_retain_graph=True")
+        return [kernels.scaled(ctx, grad, upstream, x.dtype) if need else None
+                for grad, x, need in zip(saved[-3:], saved, o.needs)]
     grads = kernels.gradients(o, *saved[:7], upstream, *saved[7:9])
-    return [grad.to(dtype) if need else None
-            for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
+    return [grad.to(x.dtype) if need else None for grad, x, need in zip(grads, saved, o.needs)]
+
+
+class FirstOrder(torch.autograd.Function):
+    """Of upstream, three inputs, three gradients: the gradients, which nobody may differentiate.
+    (torch's once_differentiable cuts them off from the inputs: asked for those, it gives zeros.)"""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return args[4:]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("masked losses are once_differentiable: their gradients have none")
 
 
 def first_order(backward, inputs: int):
-    """once_differentiable, for a constant upstream gradient too; None for the 4th input and on."""
-    once = once_differentiable(lambda *args: tuple(backward(*args)))
-
+    """An autograd Function's backward; None for the 4th input and on."""
     def run(ctx, upstream, *_):
         if upstream is None:
             return (None,) * inputs
-        if torch.is_grad_enabled() and not upstream.requires_grad:
-            upstream = upstream.detach().requires_grad_()
-        return (*once(ctx, upstream), *(None,) * (inputs - 3))
+        with torch.no_grad():
+            grads = backward(ctx, upstream)
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = FirstOrder.apply(upstream, *ctx.saved_tensors[:3], *grads)
+        return (*grads, *(None,) * (inputs - 3))
     return run
 
 
@@ -570,7 +579,7 @@ def _choice(name, x, choices) -> None:
         raise ValueError(f"{name} must be one of {choices}, got {x!r}")
 
 
-def _number(name, x, valid, kind=(int, float), none=None):
+def _number(name, x, valid, kind=Real, none=None):
     """x, or `none` where x may be None and is; TypeError or ValueError if it is not valid."""
     if x is None and none is not None:
         return none
@@ -578,7 +587,7 @@ def _number(name, x, valid, kind=(int, float), none=None):
         raise TypeError(f"{name} must be a number, got {x!r}")
     if not valid(x):
         raise ValueError(f"{name}={x} is out of range")
-    return x
+    return int(x) if kind is Integral else float(x)
 
 
 def _check(x: Tensor, valid, message) -> None:
@@ -607,7 +616,7 @@ def _options(
     if labels:
         _expect("target", target, shape, device, INTS)
         limits = torch.iinfo(target.dtype)
-        _number("ignore_index", ignore_index, lambda i: limits.min <= i <= limits.max, int)
+        _number("ignore_index", ignore_index, lambda i: limits.min <= i <= limits.max, Integral)
     elif not linear:
         _expect("target", target, x.shape, device)
     if linear:
@@ -632,16 +641,16 @@ def _options(
     fused = linear or dtype in fused
     return Options(
         target_format, divergence,
-        float(_number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1)),
-        float(_number("z_loss", z_loss, lambda x: 0 <= x < INF)),
-        float(_number("softcap", softcap, lambda x: 0 < x < INF, none=0)),
-        float(_number("teacher_softcap", teacher_softcap, lambda x: 0 < x < INF, none=0)),
-        float(_number("temperature", temperature, lambda x: 0 < x < INF)),
+        _number("label_smoothing", label_smoothing, lambda x: 0 <= x <= 1),
+        _number("z_loss", z_loss, lambda x: 0 <= x < INF),
+        _number("softcap", softcap, lambda x: 0 < x < INF, none=0.0),
+        _number("teacher_softcap", teacher_softcap, lambda x: 0 < x < INF, none=0.0),
+        _number("temperature", temperature, lambda x: 0 < x < INF),
         vocab_group, per_token=reduction == "none", needs=needs,
         early=reduction != "none" and any(needs) and fused, skip=skip, dtype=dtype,
         retain_graph=retain_graph,
-        chunk_size=_number("chunk_size", chunk_size, lambda x: x >= 1, int, none=0),
-        max_kept=_number("max_kept", max_kept, lambda x: x >= 0, int, none=-1))
+        chunk_size=_number("chunk_size", chunk_size, lambda x: x >= 1, Integral, none=0),
+        max_kept=_number("max_kept", max_kept, lambda x: x >= 0, Integral, none=-1))
 
 
 _checked = lru_cache(maxsize=1024, typed=True)(_options)  # typed: True is not 1 here
@@ -669,9 +678,7 @@ class MaskedCrossEntropy:
         self.function = loss_function(self)
 
     def loss(self, o, prepared, *tensors):
-        with torch.no_grad():
-            output = loss_pass(self, o, *tensors, prepared=prepared)
-        return self.function(*tensors, o, output)
+        return self.function(*tensors, o, loss_pass(self, o, *tensors, prepared=prepared))
 
     def row_pass(self, logits, target, w, gradient, o, out=None):
         """Losses, statistics, and if asked for the gradient, in `out` (logits, or `prepared`)."""
@@ -745,8 +752,8 @@ class MaskedCrossEntropy:
 
         skip="rows" gathers the kept rows (one host sync, for their count); "chunks" leaves out
         chunks that keep nothing (one sync); "none" computes every row. max_kept: a bound on the
-        kept rows that the caller knows, no sync; more than that give NaN. allow_retain_graph: a
-        second backward through the same graph is right (else it may be an error).
+        kept rows that the caller knows, no sync; more than that give NaN. allow_retain_graph: the
+        gradients are kept, so that a second backward need not compute them again.
 
         >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
         >>> masked_linear_cross_entropy(h, w, torch.tensor([1])).item()
@@ -832,9 +839,9 @@ class MaskedCrossEntropy:
         shape = x.shape[:-1]
         if labels:
             target = target if target.dim() == 1 else target.reshape(-1)
-            vocab = o.shard(len(weight) if linear else x.shape[-1])[2]
-            _check(target, lambda y: (w == 0) | ((0 <= y) & (y < vocab)), lambda i: f"label "
-                   f"{target[i].item()} at token {i}, not in [0, {vocab}) or ignored")
+            vocab = lambda: o.shard(len(weight) if linear else x.shape[-1])[2]
+            _check(target, lambda y: (w == 0) | ((0 <= y) & (y < vocab())), lambda i: f"label "
+                   f"{target[i].item()} at token {i}, not in [0, {vocab()}) or ignored")
         else:
             target = target.detach().reshape(-1, target.shape[-1])
         x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -227,7 +227,6 @@ def _statistics_kernel(
         return
     column = _column(target_ptr, first, V) if LABELS else -1
     row = (logits_ptr, target_ptr, column, V, vocab_size)
-
     zero, lowest = tl.zeros([BLOCK // VECTOR], ACC), tl.full([BLOCK // VECTOR], -INF, ACC)
     state = (zero, lowest, zero, lowest if TEACHER else zero, zero)
     tile = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -238,7 +237,6 @@ def _statistics_kernel(
         state = _statistics_block(row, start + tile, state, False, O, EVICT)
     if whole < V:
         state = _statistics_block(row, whole + tile, state, True, O, EVICT)
-
     row_m, row_tm = tl.max(state[1], 0), tl.max(state[3], 0)
     x, s, ts = _moved(state, row_m, row_tm, O)
     # Reverse KL is the small difference of x / s and log s.
@@ -367,7 +365,7 @@ INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
 ROCM, _compiled = torch.version.hip is not None, {}
 
 
-def _launch(kernel, grid: int, args, constants, num_warps: int) -> None:
+def _launch(kernel, grid: int, args, constants, num_warps: int, **options) -> None:
     """kernel[(grid,)](*args, *constants) on the tensors' device.
 
     Triton's lookup of the compiled kernel is most of a launch, and the GPU waits for it. The key
@@ -380,7 +378,7 @@ def _launch(kernel, grid: int, args, constants, num_warps: int) -> None:
             for x in args])
         compiled = _compiled.get(key)
         if compiled is None:  # as it stays in the interpreter
-            _compiled[key] = kernel[(grid,)](*args, *constants, num_warps=num_warps)
+            _compiled[key] = kernel[(grid,)](*args, *constants, num_warps=num_warps, **options)
         else:
             compiled[(grid, 1, 1)](*args, *constants)
 
@@ -400,20 +398,22 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
     """-> w * loss (n,), statistics (5, n), w * gradient or None. out: logits, or 0 where w is 0."""
     zeroed = out is not None and out is not logits
     logits, target, w, shard, constant = _arguments(logits, target, w, o)
-    (N, V), stats = logits.shape, w.new_empty((6, len(w)))
+    (N, V), stats = logits.shape, w.new_empty((6, logits.shape[0]))
     out = logits.new_empty((N, V)) if gradient and out is None else out
     to = out if gradient else logits
     # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
     item, labels = logits.element_size(), o.target_format == "labels"
+    narrow = gradient and labels and V * item < 2**17
     size, warps = (8192, 8) if not gradient else (16384, 16) if not labels else (
-        32768, 8 if V * item < 2**17 else 32)
+        (32768, 8) if narrow else (32768, 32))
     block = _block(V, 32, size // item)
-    second = gradient and block // (2 if size // warps == 4096 else 1)
+    second = gradient and block // (2 if narrow else 1)
+    more = dict(maxnreg=80) if narrow and not ROCM else {}  # three programs at a time, not two
     if N:
         _launch(_statistics_kernel, N, (
             logits, target, w, stats, to, logits.stride(0), target.stride(0), to.stride(0), V,
             *shard), (constant, partial, second, zeroed, block),
-            max(warps * block * item // size, 1))
+            max(warps * block * item // size, 1), **more)
     return stats[5], stats[:5], out if gradient else None
 
 
@@ -466,10 +466,10 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
                  and cu_seqlens is None and num_items is None and target.numel())
         if not plain or torch.compiler.is_compiling():
             return self.weights(o, *args), None  # (not super(): some Pythons' dynamo fails on it)
-        w = x.new_empty(target.numel(), dtype=reference._accumulator(x.dtype))
-        early = o.early and not (linear or o.vocab_group)
-        out = x.new_empty((len(w), x.shape[-1])) if early else None
-        found = _launch_prepare(target, ignore_index, w, out, linear and o.skip == "rows")
+        n, early = target.numel(), o.early and not (linear or o.vocab_group)
+        w = x.new_empty(n, dtype=reference._accumulator(x.dtype))
+        out = x.new_empty((n, x.shape[-1])) if early else None
+        found = _launch_prepare(target, int(ignore_index), w, out, linear and o.skip == "rows")
         return w, found if linear else out
 
     def kept(self, keep):
@@ -493,7 +493,7 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         out = grad if alone else torch.empty_like(grad, dtype=dtype)
         blocks = min(-(-n // 8192), 2048)
         _launch(_scale_kernel, max(blocks, 1), (grad, out, upstream, n), (alone, 8192), 8)
-        return out
+        return out.data  # with a version of its own: ctx's stays as it was, whatever is done to it
 
 
 _triton = TritonCrossEntropy()
@@ -520,16 +520,18 @@ def _fake_gradients(o, x, weight, *args):
     w, (need_x, need_weight, need_bias) = args[4], o.needs
     if weight is None:
         return x.new_empty(x.shape) if need_x else None, None, None
+    (N, H), V = x.shape, weight.shape[0]  # not len(), which would make a dynamic size a constant
     dtype = w.dtype if o.dtype == torch.float16 else None
-    return (x.new_empty(len(x) if need_x else 0, x.shape[1], dtype=dtype),
-            weight.new_empty(len(weight) if need_weight else 0, x.shape[1], dtype=dtype),
-            w.new_empty(len(weight) if need_bias else 0))
+    return (x.new_empty(N if need_x else 0, H, dtype=dtype),
+            weight.new_empty(V if need_weight else 0, H, dtype=dtype),
+            w.new_empty(V if need_bias else 0))
 
 
 def _fake_loss(o, x, weight, *args):
     w, stats = args[4], weight is None or o.per_token
     forward = o if o.early else o._replace(needs=(False,) * 3)
-    return (w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, len(w)) if stats else None,
+    return (w.new_empty(w.shape if o.per_token else ()),
+            w.new_empty(5, w.shape[0]) if stats else None,
             None if weight is None else torch.empty(1, dtype=torch.int64, device="cpu"),
             *_fake_gradients(forward, x, weight, *args))
 
