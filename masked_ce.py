@@ -90,8 +90,8 @@ def token_weights(
                lambda _: f"num_items={num_items} is out of range")
     segments = None if cu_seqlens is None else _segments(cu_seqlens, a)
     if reduction in ("mean", "sample_mean"):
-        _check(a, lambda a: a >= 0, lambda i: f"{reduction!r} takes token weights of 0 or more, got "
-                                              f"{a.reshape(-1)[i].item()} at token {i}")
+        _check(a, lambda a: a >= 0, lambda i: f"{reduction!r} takes token weights of 0 or more, "
+                                              f"got {a.reshape(-1)[i].item()} at token {i}")
         if reduction == "sample_mean":
             sums, of_token = _sample_sums(a, cu_seqlens, segments)
             sums = _sum_over(sums, process_group)

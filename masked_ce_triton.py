@@ -5,7 +5,6 @@ Copy this file beside masked_ce.py and change one import line. Validation, weigh
 the chunk loop are masked_ce's; here are its two row functions as kernels, and the custom ops that
 make torch.compile(fullgraph=True) work. Symbols (z, m, s, q, t, tm, ts, x) are masked_ce's.
 B in the kernels' heads is the size in bytes of N*V logits, or of as many target values.
-
 Needs a GPU; CPU tensors run where TRITON_INTERPRET=1 was set before anything imported triton.
 """
 from types import SimpleNamespace
@@ -73,7 +72,7 @@ def _load(row, columns, V, MASKED: tl.constexpr, ACC: tl.constexpr, SOFTCAP: tl.
 
 @triton.jit
 def _column(target, first, V):
-    """The label's column among those held here, or -1. 32 bits: all columns are compared with it."""
+    """The label's column among those held here, or -1; in 32 bits, for every column meets it."""
     column = tl.load(target).to(tl.int64) - first
     return tl.where((column >= 0) & (column < V), column, -1).to(tl.int32)
 
@@ -528,10 +527,9 @@ def _fake_gradients(o, x, weight, *args):
 
 
 def _fake_loss(o, x, weight, *args):
-    w, stats = args[4], weight is None or o.per_token
-    forward = o if o.early else o._replace(needs=(False,) * 3)
-    return (w.new_empty(w.shape if o.per_token else ()),
-            w.new_empty(5, w.shape[0]) if stats else None,
+    w, forward = args[4], o if o.early else o._replace(needs=(False,) * 3)
+    loss, stats = w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, *w.shape)
+    return (loss, stats if weight is None or o.per_token else None,
             None if weight is None else torch.empty(1, dtype=torch.int64, device="cpu"),
             *_fake_gradients(forward, x, weight, *args))
 
