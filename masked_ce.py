@@ -495,11 +495,11 @@ def loss_pass(kernels, o: Options, *tensors, prepared=None):
 def loss_setup(ctx, tensors, o: Options, output):
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.options, ctx.spent = o, False
+    ctx.options, ctx.spent = o, False  # spent: the saved gradients were scaled in place
 
 
-def loss_backward(kernels, ctx, upstream):
-    o, saved = ctx.options, ctx.saved_tensors
+def loss_backward(kernels, ctx, saved, upstream):
+    o = ctx.options
     if o.early and not ctx.spent:
         return [kernels.scaled(ctx, grad, upstream, x.dtype) if need else None
                 for grad, x, need in zip(saved[-3:], saved, o.needs)]
@@ -525,10 +525,11 @@ def first_order(backward, inputs: int):
     def run(ctx, upstream, *_):
         if upstream is None:
             return (None,) * inputs
+        saved = ctx.saved_tensors  # once: under torch.utils.checkpoint a second look is an error
         with torch.no_grad():
-            grads = backward(ctx, upstream)
+            grads = backward(ctx, saved, upstream)
         if torch.is_grad_enabled():  # create_graph=True
-            grads = FirstOrder.apply(upstream, *ctx.saved_tensors[:3], *grads)
+            grads = FirstOrder.apply(upstream, *saved[:3], *grads)
         return (*grads, *(None,) * (inputs - 3))
     return run
 
