@@ -12,6 +12,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import torch
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ.setdefault("TRITON_INTERPRET", str(int(DEVICE == "cpu")))  # before triton is imported
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers would take seconds to stop
@@ -368,16 +369,15 @@ def speed():
             "masked_ce_triton:masked_linear_cross_entropy", liger + "fused_linear_cross_entropy",
             "cut_cross_entropy:linear_cross_entropy")),
     ):
-        x = [leaf.requires_grad_() for leaf in leaves]
         for path in (*known, *paths):
             package = path.replace(":", ".").split(".")[0]
             if package not in known and not importlib.util.find_spec(package):
                 continue
             f = known.get(path) or pkgutil.resolve_name(path)
-            error, budget = compare(lambda *x: f(*x, y), lambda *x: eager(*x, y), *x)
+            error, budget = compare(lambda *x: f(*x, y), lambda *x: eager(*x, y), *leaves)
             if package == "masked_ce_triton":
                 check(path.split(":")[1], error, budget)
-            names = dict(grad=torch.autograd.grad, f=f, x=x, y=y)
+            names = dict(grad=torch.autograd.grad, f=f, x=[x.requires_grad_() for x in leaves], y=y)
             times[package] = Timer("grad(f(*x, y), x)", globals=names).timeit(10).median
             results.add_row(package, unit, f"{times[package] * 1e3:.2f}",
                             f"{work / times[package]:,.0f}", f"{error / budget:.2g}")

@@ -365,7 +365,7 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
 
     -> loss, stats (5, N), count, and grad_hidden, grad_weight, grad_bias, empty where not wanted.
     """
-    (N, H), V, acc, forward = hidden.shape, len(weight), w.dtype, upstream is None
+    (N, H), V, acc, forward = hidden.shape, len(weight), w.dtype, stats is None
     half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
     needs = [need and (o.early or not forward) for need in o.needs]
     (need_hidden, need_weight, need_bias), group = needs, o.shard(V)[0]
@@ -426,11 +426,11 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
                                            dtype=acc if half or n > size else weight.dtype)
             grad_bias = w.new_empty(1, V if need_bias else 0)
         t = head(target, at, void, *heads[2:], buffers[1])[1] if teacher else rows(target, at)
-        if stats is None and not half:
+        if forward and not half:
             *part, g = kernels.row_pass(z, t, c, any(needs), o, z)
         else:
-            part = (kernels.row_statistics(z, t, c, o) if stats is None else
-                    (None, stats[:, at].contiguous()))
+            saved = None if forward else stats[:, at].contiguous()
+            part = kernels.row_statistics(z, t, c, o) if forward else (None, saved)
             flat = c  # the coefficient in the buffer
             if half:  # over the factor by which an entry can exceed 1: no overflow
                 loss, m, s = part[1][:3]
@@ -494,8 +494,10 @@ def loss_pass(kernels, o: Options, *tensors, prepared=None):
 
 def loss_setup(ctx, tensors, o: Options, output):
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *output[1:])
-    ctx.options, ctx.spent = o, False  # spent: the saved gradients were scaled in place
+    again = tensors[1] is None or not o.early  # given logits stay with the caller anyway
+    wanted = [x if need else None for x, need in zip(tensors, o.needs)]
+    ctx.save_for_backward(*(tensors if again else wanted), *output[1:])
+    ctx.options, ctx.again, ctx.spent = o, again, False
 
 
 def loss_backward(kernels, ctx, saved, upstream):
@@ -503,6 +505,9 @@ def loss_backward(kernels, ctx, saved, upstream):
     if o.early and not ctx.spent:
         return [kernels.scaled(ctx, grad, upstream, x.dtype) if need else None
                 for grad, x, need in zip(saved[-3:], saved, o.needs)]
+    if not ctx.again:
+        raise RuntimeError("the first backward scaled the saved gradients in place and gave them "
+                           "away: a second one needs allow_retain_graph=True")
     grads = kernels.gradients(o, *saved[:7], upstream, *saved[7:9])
     return [grad.to(x.dtype) if need else None for grad, x, need in zip(grads, saved, o.needs)]
 
@@ -513,11 +518,11 @@ class FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        return args[4:]
+        return tuple(x if x is None else x.data for x in args[4:])  # no views: one may change them
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("masked losses are once_differentiable: their gradients have none")
+        raise RuntimeError("masked losses are once_differentiable: their gradients are not")
 
 
 def first_order(backward, inputs: int):
@@ -586,9 +591,10 @@ def _number(name, x, valid, kind=Real, none=None):
         return none
     if not isinstance(x, kind) or isinstance(x, bool):
         raise TypeError(f"{name} must be a number, got {x!r}")
-    if not valid(x):
+    number = int(x) if kind is Integral else float(x)
+    if not valid(number):
         raise ValueError(f"{name}={x} is out of range")
-    return int(x) if kind is Integral else float(x)
+    return number
 
 
 def _check(x: Tensor, valid, message) -> None:
@@ -753,8 +759,8 @@ class MaskedCrossEntropy:
 
         skip="rows" gathers the kept rows (one host sync, for their count); "chunks" leaves out
         chunks that keep nothing (one sync); "none" computes every row. max_kept: a bound on the
-        kept rows that the caller knows, no sync; more than that give NaN. allow_retain_graph: the
-        gradients are kept, so that a second backward need not compute them again.
+        kept rows that the caller knows, no sync; more than that give NaN. allow_retain_graph: a
+        second backward through the same graph is right (else it may be an error).
 
         >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
         >>> masked_linear_cross_entropy(h, w, torch.tensor([1])).item()

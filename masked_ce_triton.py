@@ -403,8 +403,8 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
     # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
     item, labels = logits.element_size(), o.target_format == "labels"
     narrow = gradient and labels and V * item < 2**17
-    size, warps = (8192, 8) if not gradient else (16384, 16) if not labels else (
-        (32768, 8) if narrow else (32768, 32))
+    size = 8192 if not gradient else 32768 if labels else 16384
+    warps = 8 if narrow or not gradient else 32 if labels else 16
     block = _block(V, 32, size // item)
     second = gradient and block // (2 if narrow else 1)
     more = dict(maxnreg=80) if narrow and not ROCM else {}  # three programs at a time, not two
