@@ -588,41 +588,28 @@ def test_bad_input(api, error, f, change, says):
 @mean_and_none
 def test_custom_ops(triton_api, path, o, reduction):
     """torch.compile(fullgraph=True) gives eager's numbers; what it calls passes opcheck."""
-    c, calls = make_case(FLOAT, (5,)), []
     torch._dynamo.reset()
+    calls, graphs = {}, []
 
     class Recorder(torch.fx.Interpreter):
         def call_function(self, op, args, kwargs):
-            calls.append((op, args)) if "masked_ce" in str(op) else None
+            calls.update({op: args} if "masked_ce" in str(op) else {})
             return op(*args, **kwargs)
 
-    loss = functools.partial(call, triton_api, path, c, reduction=reduction, **o)
-    record = aot_autograd(fw_compiler=lambda graph, _: Recorder(graph).run)
+    record = aot_autograd(
+        fw_compiler=lambda graph, _: graphs.append(graph) or Recorder(graph).run)
+    loss = functools.partial(call, triton_api, path, reduction=reduction, **o)
     for backend in [record] + ["inductor"] * (DEVICE == "cuda"):
-        results = [[y, *gradients(y, *leaves(c, path))]
-                   for y in (torch.compile(loss, fullgraph=True, backend=backend)(), loss())]
-        for compiled, right in zip(*results):
-            close(compiled, right.detach().double())
-    for op, args in calls:
+        compiled = torch.compile(loss, fullgraph=True, backend=backend)
+        for c in (make_case(FLOAT, (n,)) for n in ((5, 7, 8) if backend == record else (5,))):
+            results = [[y, *gradients(y, *leaves(c, path))] for y in (compiled(c), loss(c))]
+            for x, right in zip(*results):
+                close(x, right.detach().double())
+    assert calls and len(graphs) == 4  # forward and backward, of 5 tokens and of any number
+    for op, args in calls.items():
         wanted = 0 if "gradient" in str(op) else 3  # nobody differentiates those
         torch.library.opcheck(op, [x.detach().requires_grad_(i < wanted) if isinstance(
             x, torch.Tensor) else x for i, x in enumerate(args)])
-    assert calls
-
-
-@pytest.mark.parametrize("path", LABELED[:2])
-def test_compiled_once_for_any_number_of_tokens(triton_api, path):
-    torch._dynamo.reset()
-    graphs, backend = [], aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or graph,
-                                       bw_compiler=lambda graph, _: graph)
-    loss = functools.partial(call, triton_api, path)
-    compiled = torch.compile(loss, fullgraph=True, backend=backend)
-    for n in (5, 7, 8):
-        c = make_case(shape=(n,), V=5, H=3)
-        results = [[y, *gradients(y, *leaves(c, path))]
-                   for y in (compiled(c), loss(c))]
-        same(*results)
-    assert len(graphs) == 2  # of n = 5, and of any
 
 
 def test_two_copies_do_not_mix(triton_api, tmp_path, monkeypatch):
