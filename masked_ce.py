@@ -215,7 +215,7 @@ class Options(NamedTuple):
         if not limit:
             limit = max(2 * hidden, 5 * 2**29 // (vocab * self.dtype.itemsize)) // buffers
             if self.needs[1] and weight.dtype == torch.bfloat16 and rows <= 2 * limit:
-                return max(rows, 1)
+                limit *= 2
         chunks = max(-(-rows // limit), 1)
         return max(-(-rows // chunks), 1)
 
