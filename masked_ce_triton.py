@@ -10,7 +10,6 @@ Needs a GPU; CPU tensors run where TRITON_INTERPRET=1 was set before anything im
 from types import SimpleNamespace
 
 import torch
-from torch import Tensor
 
 try:
     import triton
