@@ -397,19 +397,19 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
     zeroed = out is not None and out is not logits
     logits, target, w, shard, constant = _arguments(logits, target, w, o)
     (N, V), stats = logits.shape, w.new_empty((6, logits.shape[0]))
-    out = logits.new_empty((N, V)) if gradient and out is None else out
-    to = out if gradient else logits
+    out = out if out is not None else logits.new_empty((N, V)) if gradient else logits
     # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
-    item, labels = logits.element_size(), o.target_format == "labels"
-    narrow = gradient and labels and V * item < 2**17
-    size = 8192 if not gradient else 32768 if labels else 16384
-    warps = 8 if narrow or not gradient else 32 if labels else 16
+    item, labels = logits.element_size(), gradient and o.target_format == "labels"
+    wide = labels and V * item >= 2**17
+    narrow = labels and not (wide or o.softcap or o.label_smoothing)  # those need more registers
+    size = 8192 if not gradient else 32768 if narrow or wide else 16384
+    warps = 32 if wide else 8 if narrow or not gradient else 16
     block = _block(V, 32, size // item)
     second = gradient and block // (2 if narrow else 1)
     more = dict(maxnreg=80) if narrow and not ROCM else {}  # three programs at a time, not two
     if N:
         _launch(_statistics_kernel, N, (
-            logits, target, w, stats, to, logits.stride(0), target.stride(0), to.stride(0), V,
+            logits, target, w, stats, out, logits.stride(0), target.stride(0), out.stride(0), V,
             *shard), (constant, partial, second, zeroed, block),
             max(warps * block * item // size, 1), **more)
     return stats[5], stats[:5], out if gradient else None
