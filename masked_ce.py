@@ -285,7 +285,7 @@ def merge(parts: Tensor, o: Options) -> Tensor:  # (ranks, 5, n) -> (5, n)
 
 
 def finish(stats: Tensor, target, w, o: Options, vocab_size: int):
-    """-> w * loss (n,), and the statistics with the loss in place of x. Nothing of size N*V."""
+    """-> the statistics with the loss in place of x, and w * loss after them: (6, n)."""
     x, m, s, tm, ts = stats
     mass, whole = _sums(ts, o)
     if o.divergence == "reverse_kl":
@@ -296,7 +296,7 @@ def finish(stats: Tensor, target, w, o: Options, vocab_size: int):
         loss = loss + o.z_loss * (m + s.log()) ** 2 if o.z_loss else loss
         known = (0 <= target) & (target < vocab_size)
         loss, s = torch.where(known, loss, NAN), torch.where(known, s, NAN)  # s: for the gradient
-    return torch.where(w != 0, w * loss, 0.0), torch.stack([loss, m, s, tm, ts])
+    return torch.stack([loss, m, s, tm, ts, torch.where(w != 0, w * loss, 0.0)])
 
 
 def _sums(ts: Tensor, o: Options):
@@ -306,8 +306,8 @@ def _sums(ts: Tensor, o: Options):
 
 
 @torch.no_grad()
-def row_statistics(logits, target, w, o: Options, shard=shard_statistics):
-    """-> w * loss (n,), statistics (5, n). With a vocab_group: one all_gather of 5 floats a row."""
+def row_statistics(logits, target, w, o: Options, shard=shard_statistics) -> Tensor:  # (6, n)
+    """See `finish`. With a vocab_group: one all_gather of 5 floats a row."""
     stats = shard(logits, target, w, o)
     group, _, vocab_size = o.shard(logits.shape[1])
     if group is not None:  # one more column tells the width, so that uneven shards give NaN
@@ -323,7 +323,7 @@ def row_statistics(logits, target, w, o: Options, shard=shard_statistics):
 def row_gradient(logits, target, w, upstream, stats, o: Options, out=None) -> Tensor:  # (n, V)
     """c * dl/dlogits, c = w * upstream, rounded once, 0 where c is. `out` may be the logits."""
     c = w if upstream is None else torch.where(w != 0, w * upstream, 0.0)
-    loss, m, s, tm, ts = stats[:, :, None]
+    loss, m, s, tm, ts, _ = stats[:, :, None]
     z = _selected(logits, w, o.softcap, o.temperature)
     p = (z - m).exp() / s  # 3R 3W
     q, log_q, _ = _target(target, z, w, o, tm)
@@ -363,7 +363,7 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
     float16: rows stay of order 1 in the buffer. The coefficients c go to hidden, relative to the
     largest, and to grad_hidden, and gradients stay float32 until the upstream gradient is applied.
 
-    -> loss, stats (5, N), count, and grad_hidden, grad_weight, grad_bias, empty where not wanted.
+    -> loss, stats (6, N), count, and grad_hidden, grad_weight, grad_bias, empty where not wanted.
     """
     (N, H), V, acc, forward = hidden.shape, len(weight), w.dtype, stats is None
     half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
@@ -427,18 +427,17 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
             grad_bias = w.new_empty(1, V if need_bias else 0)
         t = head(target, at, void, *heads[2:], buffers[1])[1] if teacher else rows(target, at)
         if forward and not half:
-            *part, g = kernels.row_pass(z, t, c, any(needs), o, z)
+            part, g = kernels.row_pass(z, t, c, any(needs), o, z)
         else:
-            saved = None if forward else stats[:, at].contiguous()
-            part = kernels.row_statistics(z, t, c, o) if forward else (None, saved)
+            part = kernels.row_statistics(z, t, c, o) if forward else stats[:, at].contiguous()
             flat = c  # the coefficient in the buffer
             if half:  # over the factor by which an entry can exceed 1: no overflow
-                loss, m, s = part[1][:3]
+                loss, m, s = part[:3]
                 excess = loss if o.divergence == "reverse_kl" else o.z_loss * (m + s.log())
                 bound = (1 + 2 * excess.abs()).clamp(max=1e30)
                 bound = torch.where(c != 0, bound, 1.0)
                 flat, c = torch.where(c != 0, scale / bound, 0.0).to(acc), c * bound
-            g = kernels.row_gradient(z, t, flat, None, part[1], o, z) if any(needs) else None
+            g = kernels.row_gradient(z, t, flat, None, part, o, z) if any(needs) else None
         parts.append(part)
         if need_hidden:
             direct = index is None and group is None
@@ -462,14 +461,11 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
     grads = grad_hidden[:N], grad_weight if half else grad_weight.to(weight.dtype), grad_bias[0]
     if not forward:
         return None, None, None, *grads
-    losses, stats = zip(*parts)
-    loss, stats = torch.cat(losses), torch.cat(stats, 1) if o.per_token else None
-    if not o.per_token:
-        loss = loss.sum() + fill if padded else loss.sum()
-    elif index is not None:
-        loss = filled(N + padded, dtype=acc).index_copy_(0, index, loss)[:N].clone()
-        stats = w.new_zeros(5, N + padded).index_copy_(1, index, stats)[:, :N].contiguous()
-    return loss, stats, torch.tensor([n], device="cpu"), *grads
+    stats = torch.cat(parts, 1)
+    if o.per_token and index is not None:
+        stats = filled(6, N + padded, dtype=acc).index_copy_(1, index, stats)[:, :N].contiguous()
+    loss, stats = (stats[5].clone(), stats) if o.per_token else (stats[5].sum(), None)
+    return loss + fill if padded else loss, stats, torch.tensor([n], device="cpu"), *grads
 
 
 # --------------------------------------------------------------------------------------- autograd
@@ -487,9 +483,8 @@ def loss_pass(kernels, o: Options, *tensors, prepared=None):
         upstream, stats = saved[0].expand(len(w)), saved[1]
         grad = kernels.row_gradient(x, target, w, upstream, stats, o)
         return None, None, None, grad, None, None
-    losses, stats, grad = kernels.row_pass(x, target, w, o.early, o, prepared)
-    loss = losses.clone() if o.per_token else losses.sum()  # a kernel's losses may lie in stats
-    return loss, stats, None, grad, None, None
+    stats, grad = kernels.row_pass(x, target, w, o.early, o, prepared)
+    return stats[5].clone() if o.per_token else stats[5].sum(), stats, None, grad, None, None
 
 
 def loss_setup(ctx, tensors, o: Options, output):
@@ -531,26 +526,26 @@ def first_order(backward, inputs: int):
         if upstream is None:
             return (None,) * inputs
         saved = ctx.saved_tensors  # once: under torch.utils.checkpoint a second look is an error
-        with torch.no_grad():
+        if not torch.is_grad_enabled():
+            return (*backward(ctx, saved, upstream), *(None,) * (inputs - 3))
+        with torch.no_grad():  # create_graph=True
             grads = backward(ctx, saved, upstream)
-        if torch.is_grad_enabled():  # create_graph=True
-            grads = FirstOrder.apply(upstream, *saved[:3], *grads)
-        return (*grads, *(None,) * (inputs - 3))
+        return (*FirstOrder.apply(upstream, *saved[:3], *grads), *(None,) * (inputs - 3))
     return run
 
 
 def loss_function(kernels):
-    """An autograd Function of seven tensors, Options, and what loss_pass made of them.
+    """An autograd Function of x, weight, bias, and of loss_pass's tensors, Options and output.
 
     The pass comes first, so that autograd's own work on the host runs beside the GPU's.
     """
     class Loss(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *args):
-            loss_setup(ctx, args[:7], *args[7:])
-            return args[8][0]
+        def forward(ctx, x, weight, bias, tensors, o, output):
+            loss_setup(ctx, tensors, o, output)
+            return output[0]
 
-        backward = staticmethod(first_order(lambda *args: loss_backward(kernels, *args), 9))
+        backward = staticmethod(first_order(lambda *args: loss_backward(kernels, *args), 6))
     return Loss.apply
 
 
@@ -685,12 +680,13 @@ class MaskedCrossEntropy:
         self.function = loss_function(self)
 
     def loss(self, o, prepared, *tensors):
-        return self.function(*tensors, o, loss_pass(self, o, *tensors, prepared=prepared))
+        output = loss_pass(self, o, *tensors, prepared=prepared)
+        return self.function(*tensors[:3], tensors, o, output)
 
     def row_pass(self, logits, target, w, gradient, o, out=None):
-        """Losses, statistics, and if asked for the gradient, in `out` (logits, or `prepared`)."""
-        losses, stats = self.row_statistics(logits, target, w, o)
-        return losses, stats, self.row_gradient(
+        """Statistics, and if asked for the gradient, in `out` (logits, or `prepared`)."""
+        stats = self.row_statistics(logits, target, w, o)
+        return stats, self.row_gradient(
             logits, target, w, None, stats, o, out) if gradient else None
 
     def kept(self, keep):  # (N,) -> (N,), 0-dim, both int64

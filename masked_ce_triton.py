@@ -363,70 +363,80 @@ INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
 ROCM, _compiled = torch.version.hip is not None, {}
 
 
-def _launch(kernel, grid: int, args, constants, num_warps: int, **options) -> None:
-    """kernel[(grid,)](*args, *constants) on the tensors' device.
+def _launch(kernel, grid: int, tensors, numbers, options, plan) -> None:
+    """kernel[(grid,)](*tensors, *numbers, *constants, **more); constants, more = plan().
 
-    Triton's lookup of the compiled kernel is most of a launch, and the GPU waits for it. The key
-    here has all that it specialises on: types, what 16 divides, 64-bit integers, 1; ROCm: size.
+    The GPU waits for this, so a launch like an earlier one is one look in a dictionary. The key has
+    all that a kernel is specialised on: of an address, what 16 divides.
     """
-    with torch.cuda.device_of(args[0]):
-        key = (id(kernel), args[0].device, num_warps, *constants, *[
-            (x % 16, x == 1, -(2**31) <= x < 2**31) if isinstance(x, int)
-            else (x.dtype, x.data_ptr() % 16, ROCM and x.untyped_storage().nbytes() < 2**31)
-            for x in args])
-        compiled = _compiled.get(key)
-        if compiled is None:  # as it stays in the interpreter
-            _compiled[key] = kernel[(grid,)](*args, *constants, num_warps=num_warps, **options)
-        else:
-            compiled[(grid, 1, 1)](*args, *constants)
+    if not grid:
+        return
+    addresses = [x.data_ptr() for x in tensors]
+    key = (kernel.__name__, tensors[0].device, numbers, options, *[x % 16 for x in addresses],
+           *[x.dtype for x in tensors])
+    compiled, constants = _compiled.get(key, (None, ()))
+    with torch.cuda.device_of(tensors[0]):
+        if compiled is not None:
+            compiled[(grid, 1, 1)](*addresses, *numbers, *constants)
+            return
+        constants, more = plan()
+        compiled = kernel[(grid,)](*tensors, *numbers, *constants, **more)
+    if not ROCM:  # which specialises on storage sizes too; the interpreter gives None
+        if len(_compiled) >= 4096:  # numbers may be token counts
+            _compiled.clear()
+        _compiled[key] = compiled, constants
 
 
 def _block(n: int, least: int, most: int) -> int:
     return min(max(1 << (n - 1).bit_length(), least), most)
 
 
-def _arguments(logits, target, w, o):
-    """Rows with their columns side by side, the shard, and the Options that kernels depend on."""
-    logits, target = (x if x.stride(-1) == 1 else x.contiguous() for x in (logits, target))
-    constant = reference.Options(*o[:7], dtype=None)  # Triton's hooks write it out as JSON
-    return logits, target, w.contiguous(), o.shard(logits.shape[1])[1:], constant
+def _rows(x):
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _constant(o):  # what kernels depend on; Triton's hooks write it out as JSON, so no dtype
+    return reference.Options(*o[:7], dtype=None)
 
 
 def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
-    """-> w * loss (n,), statistics (5, n), w * gradient or None. out: logits, or 0 where w is 0."""
+    """-> statistics (6, n), w * gradient or None. out: logits, or 0 where w is 0."""
     zeroed = out is not None and out is not logits
-    logits, target, w, shard, constant = _arguments(logits, target, w, o)
+    logits, target, w = _rows(logits), _rows(target), w.contiguous()
     (N, V), stats = logits.shape, w.new_empty((6, logits.shape[0]))
     out = out if out is not None else logits.new_empty((N, V)) if gradient else logits
-    # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows in it.
-    item, labels = logits.element_size(), gradient and o.target_format == "labels"
-    wide = labels and V * item >= 2**17
-    narrow = labels and not (wide or o.softcap or o.label_smoothing)  # those need more registers
-    size = 8192 if not gradient else 32768 if narrow or wide else 16384
-    warps = 32 if wide else 8 if narrow or not gradient else 16
-    block = _block(V, 32, size // item)
-    second = gradient and block // (2 if narrow else 1)
-    more = dict(maxnreg=80) if narrow and not ROCM else {}  # three programs at a time, not two
-    if N:
-        _launch(_statistics_kernel, N, (
-            logits, target, w, stats, out, logits.stride(0), target.stride(0), out.stride(0), V,
-            *shard), (constant, partial, second, zeroed, block),
-            max(warps * block * item // size, 1), **more)
-    return stats[5], stats[:5], out if gradient else None
+
+    def plan():
+        # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows.
+        item, labels = logits.element_size(), gradient and o.target_format == "labels"
+        wide = labels and V * item >= 2**17
+        narrow = labels and not (wide or o.softcap or o.label_smoothing)  # those need registers
+        size = 8192 if not gradient else 32768 if narrow or wide else 16384
+        warps = 32 if wide else 8 if narrow or not gradient else 16
+        block = _block(V, 32, size // item)
+        second = gradient and block // (2 if narrow else 1)
+        more = dict(maxnreg=80) if narrow and not ROCM else {}  # three programs at a time, not two
+        more["num_warps"] = max(warps * block * item // size, 1)
+        return (_constant(o), partial, second, zeroed, block), more
+
+    numbers = logits.stride(0), target.stride(0), out.stride(0), V, *o.shard(V)[1:]
+    _launch(_statistics_kernel, N, (logits, target, w, stats, out), numbers,
+            (o[:7], gradient, partial, zeroed), plan)
+    return stats, out if gradient else None
 
 
 def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
     """-> w * upstream * gradient, in `out` if given. No upstream is one of 1."""
-    logits, target, w, shard, constant = _arguments(logits, target, w, o)
+    logits, target, w = _rows(logits), _rows(target), w.contiguous()
     N, V = logits.shape
     out = logits.new_empty((N, V)) if out is None else out
     upstream, scaled = w if upstream is None else upstream, upstream is not None
     block = _block(V, 16, 2048 // logits.element_size())
     blocks = -(-V // block)
-    if N:
-        _launch(_gradient_kernel, N * blocks, (
-            logits, target, w, upstream, stats, out, logits.stride(0), target.stride(0),
-            upstream.stride(0), out.stride(0), V, *shard, blocks), (constant, scaled, block), 1)
+    numbers = (logits.stride(0), target.stride(0), upstream.stride(0), out.stride(0), V,
+               *o.shard(V)[1:], blocks)
+    _launch(_gradient_kernel, N * blocks, (logits, target, w, upstream, stats, out), numbers,
+            (o[:7], scaled), lambda: ((_constant(o), scaled, block), dict(num_warps=1)))
     return out
 
 
@@ -435,8 +445,9 @@ def _launch_prepare(keep, void, w=None, out=None, indexed=False):
     n, V, keep = keep.numel(), 0 if out is None else out.shape[1], keep.contiguous()
     index = keep.new_empty(n + 1, dtype=torch.int64) if indexed else keep
     tensors = keep, keep if w is None else w, index, keep if out is None else out
-    _launch(_prepare_kernel, 1 if out is None else 1 + n, (*tensors, void, n, V),
-            (w is not None, indexed, _block(max(n, V), 16, 4096)), 8)
+    flags = w is not None, indexed
+    _launch(_prepare_kernel, 1 if out is None else 1 + n, tensors, (void, n, V), flags,
+            lambda: ((*flags, _block(max(n, V), 16, 4096)), dict(num_warps=8)))
     return (index[:n], index[n]) if indexed else None
 
 
@@ -461,7 +472,7 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
                 "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
                 "set TRITON_INTERPRET=1 before anything imports triton")
         plain = (reduction == "mean" and o.target_format == "labels" and loss_mask is None
-                 and cu_seqlens is None and num_items is None and target.numel())
+                 and cu_seqlens is None and num_items is None)
         if not plain or torch.compiler.is_compiling():
             return self.weights(o, *args), None  # (not super(): some Pythons' dynamo fails on it)
         n, early = target.numel(), o.early and not (linear or o.vocab_group)
@@ -471,13 +482,13 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         return w, found if linear else out
 
     def kept(self, keep):
-        return _launch_prepare(keep, 0, indexed=True) if len(keep) else super().kept(keep)
+        return _launch_prepare(keep, 0, indexed=True)
 
     def row_statistics(self, logits, target, w, o):
         if o.vocab_group:
             return reference.row_statistics(logits, target, w, o, lambda *args: _launch_statistics(
-                *args[:3], False, o, partial=True)[1])
-        return _launch_statistics(logits, target, w, False, o)[:2]
+                *args[:3], False, o, partial=True)[0][:5])
+        return _launch_statistics(logits, target, w, False, o)[0]
 
     def row_pass(self, logits, target, w, gradient, o, out=None):
         if o.vocab_group:
@@ -490,7 +501,8 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         ctx.spent |= alone
         out = grad if alone else torch.empty_like(grad, dtype=dtype)
         blocks = min(-(-n // 8192), 2048)
-        _launch(_scale_kernel, max(blocks, 1), (grad, out, upstream, n), (alone, 8192), 8)
+        _launch(_scale_kernel, max(blocks, 1), (grad, out, upstream), (n,), alone,
+                lambda: ((alone, 8192), dict(num_warps=8)))
         return out.data  # with a version of its own: ctx's stays as it was, whatever is done to it
 
 
@@ -527,7 +539,7 @@ def _fake_gradients(o, x, weight, *args):
 
 def _fake_loss(o, x, weight, *args):
     w, forward = args[4], o if o.early else o._replace(needs=(False,) * 3)
-    loss, stats = w.new_empty(w.shape if o.per_token else ()), w.new_empty(5, *w.shape)
+    loss, stats = w.new_empty(w.shape if o.per_token else ()), w.new_empty(6, *w.shape)
     return (loss, stats if weight is None or o.per_token else None,
             None if weight is None else torch.empty(1, dtype=torch.int64, device="cpu"),
             *_fake_gradients(forward, x, weight, *args))

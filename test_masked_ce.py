@@ -830,7 +830,7 @@ def test_readme_hugging_face(api, tmp_path):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
     model = hf.LlamaForCausalLM(hf.LlamaConfig(
         vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2)).to(DEVICE)
+        num_attention_heads=2)).to(DEVICE, torch.float64)
     inputs = dict(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS), labels=LABELS,
                   num_items_in_batch=20)
     close(block("lm_head", api, model=model, **inputs)["loss"], model(**inputs).loss.item(), 1e-6)
