@@ -364,11 +364,8 @@ ROCM, _compiled = torch.version.hip is not None, {}
 
 
 def _launch(kernel, grid: int, tensors, numbers, options, plan) -> None:
-    """kernel[(grid,)](*tensors, *numbers, *constants, **more); constants, more = plan().
-
-    The GPU waits for this, so a launch like an earlier one is one look in a dictionary. The key has
-    all that a kernel is specialised on: of an address, what 16 divides.
-    """
+    """The GPU waits for this, so a launch like an earlier one is one look in a dictionary. Its key
+    has all that Triton specialises a kernel on: of an address, what 16 divides."""
     if not grid:
         return
     addresses = [x.data_ptr() for x in tensors]
@@ -387,16 +384,8 @@ def _launch(kernel, grid: int, tensors, numbers, options, plan) -> None:
         _compiled[key] = compiled, constants
 
 
-def _block(n: int, least: int, most: int) -> int:
-    return min(max(1 << (n - 1).bit_length(), least), most)
-
-
 def _rows(x):
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _constant(o):  # what kernels depend on; Triton's hooks write it out as JSON, so no dtype
-    return reference.Options(*o[:7], dtype=None)
 
 
 def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
@@ -413,11 +402,12 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
         narrow = labels and not (wide or o.softcap or o.label_smoothing)  # those need registers
         size = 8192 if not gradient else 32768 if narrow or wide else 16384
         warps = 32 if wide else 8 if narrow or not gradient else 16
-        block = _block(V, 32, size // item)
+        block = min(triton.next_power_of_2(max(V, 32)), size // item)
         second = gradient and block // (2 if narrow else 1)
         more = dict(maxnreg=80) if narrow and not ROCM else {}  # three programs at a time, not two
         more["num_warps"] = max(warps * block * item // size, 1)
-        return (_constant(o), partial, second, zeroed, block), more
+        constant = reference.Options(*o[:7], dtype=None)  # Triton's hooks write it out as JSON
+        return (constant, partial, second, zeroed, block), more
 
     numbers = logits.stride(0), target.stride(0), out.stride(0), V, *o.shard(V)[1:]
     _launch(_statistics_kernel, N, (logits, target, w, stats, out), numbers,
@@ -431,23 +421,24 @@ def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
     N, V = logits.shape
     out = logits.new_empty((N, V)) if out is None else out
     upstream, scaled = w if upstream is None else upstream, upstream is not None
-    block = _block(V, 16, 2048 // logits.element_size())
+    block = min(triton.next_power_of_2(max(V, 16)), 2048 // logits.element_size())
     blocks = -(-V // block)
     numbers = (logits.stride(0), target.stride(0), upstream.stride(0), out.stride(0), V,
                *o.shard(V)[1:], blocks)
     _launch(_gradient_kernel, N * blocks, (logits, target, w, upstream, stats, out), numbers,
-            (o[:7], scaled), lambda: ((_constant(o), scaled, block), dict(num_warps=1)))
+            (o[:7], scaled), lambda: ((reference.Options(*o[:7], dtype=None), scaled, block),
+                                      dict(num_warps=1)))
     return out
 
 
-def _launch_prepare(keep, void, w=None, out=None, indexed=False):
+def _launch_prepare(keep, void=0, w=None, out=None, indexed=True):
     """Fills w and the void rows of out, where given. -> index, count if `indexed`."""
     n, V, keep = keep.numel(), 0 if out is None else out.shape[1], keep.contiguous()
     index = keep.new_empty(n + 1, dtype=torch.int64) if indexed else keep
     tensors = keep, keep if w is None else w, index, keep if out is None else out
     flags = w is not None, indexed
     _launch(_prepare_kernel, 1 if out is None else 1 + n, tensors, (void, n, V), flags,
-            lambda: ((*flags, _block(max(n, V), 16, 4096)), dict(num_warps=8)))
+            lambda: ((*flags, min(triton.next_power_of_2(max(n, V, 16)), 4096)), dict(num_warps=8)))
     return (index[:n], index[n]) if indexed else None
 
 
@@ -458,7 +449,7 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
     instance = "_triton"
     # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
     fused = (torch.bfloat16, torch.float32, torch.float64)
-    row_gradient = staticmethod(_launch_gradient)
+    row_gradient, kept = staticmethod(_launch_gradient), staticmethod(_launch_prepare)
 
     def loss(self, o, prepared, *tensors):
         if torch.compiler.is_compiling():
@@ -481,9 +472,6 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         found = _launch_prepare(target, int(ignore_index), w, out, linear and o.skip == "rows")
         return w, found if linear else out
 
-    def kept(self, keep):
-        return _launch_prepare(keep, 0, indexed=True)
-
     def row_statistics(self, logits, target, w, o):
         if o.vocab_group:
             return reference.row_statistics(logits, target, w, o, lambda *args: _launch_statistics(
@@ -500,8 +488,7 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         alone, n = grad.dtype == dtype and not ctx.options.retain_graph, grad.numel()
         ctx.spent |= alone
         out = grad if alone else torch.empty_like(grad, dtype=dtype)
-        blocks = min(-(-n // 8192), 2048)
-        _launch(_scale_kernel, max(blocks, 1), (grad, out, upstream), (n,), alone,
+        _launch(_scale_kernel, min(-(-n // 8192), 2048), (grad, out, upstream), (n,), alone,
                 lambda: ((alone, 8192), dict(num_warps=8)))
         return out.data  # with a version of its own: ctx's stays as it was, whatever is done to it
 
