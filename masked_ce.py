@@ -345,12 +345,14 @@ def row_gradient(logits, target, w, upstream, stats, o: Options, out=None) -> Te
 HALF_SCALE = 256.0  # float16 rows are held times this, so that p = 6e-8 has more than one bit
 
 
-def gemm(out: Tensor, a: Tensor, b: Tensor, add: bool = False) -> Tensor:
-    """out = a @ b or out += a @ b, accumulated in float32 and rounded once to out's dtype."""
+def gemm(out: Tensor, a: Tensor, b: Tensor, add: Optional[Tensor] = None) -> Tensor:
+    """out = a @ b, or add + a @ b, accumulated in float32 and rounded once to out's dtype."""
     cast = {} if a.dtype == out.dtype else dict(out_dtype=out.dtype)
     if cast and not a.is_cuda:  # only CUDA has out_dtype
         a, b, cast = a.to(out.dtype), b.to(out.dtype), {}
-    return torch.addmm(out, a, b, out=out, **cast) if add else torch.mm(a, b, out=out, **cast)
+    if add is None:
+        return torch.mm(a, b, out=out, **cast)
+    return torch.addmm(add, a, b, out=out, **cast)
 
 
 def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_weight, teacher_bias,
@@ -394,19 +396,15 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
     every = forward and o.skip == "rows" and not padded  # every computed row counts
 
     def filled(*shape, dtype):
-        if padded:
-            return w.new_empty(shape, dtype=dtype).fill_(fill)
-        return w.new_zeros(shape, dtype=dtype)
+        return w.new_empty(shape, dtype=dtype).fill_(fill)
 
     def rows(x, at):
         return x[at] if index is None else x.index_select(0, at)
 
     def head(x, at, void, weight, bias, out):
         x = rows(x, at).to(o.dtype)
-        x, out = x if void is None else x.masked_fill(void, 0.0), out[: len(x)]
-        if bias is None:
-            return x, torch.mm(x, weight.t(), out=out)
-        return x, torch.addmm(bias, x, weight.t(), out=out)
+        x = x if void is None else x.masked_fill(void, 0.0)
+        return x, gemm(out[: len(x)], x, weight.t(), bias)
 
     parts = []
     buffers = w.new_empty((1 + teacher, min(n, size), V), dtype=o.dtype)
@@ -453,9 +451,9 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
         if half or need_bias:  # c in hidden
             share = torch.where(c != 0, c / peak if half else 1.0, 0.0).to(o.dtype)[:, None]
         if need_weight:
-            gemm(grad_weight, g.t(), h * share if half else h, add=start > 0)
+            gemm(grad_weight, g.t(), h * share if half else h, grad_weight if start else None)
         if need_bias:
-            gemm(grad_bias, share.t(), g, add=start > 0)
+            gemm(grad_bias, share.t(), g, grad_bias if start else None)
     if half:
         grad_weight, grad_bias = (x.mul_(peak / scale) for x in (grad_weight, grad_bias))
     grads = grad_hidden[:N], grad_weight if half else grad_weight.to(weight.dtype), grad_bias[0]
