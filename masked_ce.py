@@ -395,9 +395,6 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
         size = o.chunk(n, weight, 1 + teacher) if o.skip == "rows" else size
     every = forward and o.skip == "rows" and not padded  # every computed row counts
 
-    def filled(*shape, dtype):
-        return w.new_empty(shape, dtype=dtype).fill_(fill)
-
     def rows(x, at):
         return x[at] if index is None else x.index_select(0, at)
 
@@ -412,14 +409,13 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
         to = at = slice(start, start + size) if index is None else index[start : start + size]
         if padded:
             at = to.clamp(max=N - 1)
-        c = None if every else rows(coefficients, to)
+        c = rows(coefficients, to)
         void = None if every else (c == 0)[:, None]
         h, z = head(hidden, at, void, *heads[:2], buffers[0])
-        c = rows(coefficients, to) if every else c
         if start == 0:  # what follows was left until the first GEMM is on its way
             peak = coefficients.abs().amax() if half and N else 1.0
-            grad_hidden = filled(N + padded if need_hidden else 0, H,
-                                 dtype=acc if half else hidden.dtype)
+            grad_hidden = hidden.new_empty((N + padded if need_hidden else 0, H),
+                                           dtype=acc if half else hidden.dtype).fill_(fill)
             grad_weight = weight.new_empty((V if need_weight else 0, H),
                                            dtype=acc if half or n > size else weight.dtype)
             grad_bias = w.new_empty(1, V if need_bias else 0)
@@ -461,7 +457,8 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
         return None, None, None, *grads
     stats = torch.cat(parts, 1)
     if o.per_token and index is not None:
-        stats = filled(6, N + padded, dtype=acc).index_copy_(1, index, stats)[:, :N].contiguous()
+        whole = w.new_empty((6, N + padded)).fill_(fill)
+        stats = whole.index_copy_(1, index, stats)[:, :N].contiguous()
     loss, stats = (stats[5].clone(), stats) if o.per_token else (stats[5].sum(), None)
     return loss + fill if padded else loss, stats, torch.tensor([n], device="cpu"), *grads
 
