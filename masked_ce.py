@@ -482,16 +482,16 @@ def loss_pass(kernels, o: Options, *tensors, prepared=None):
     return stats[5].clone() if o.per_token else stats[5].sum(), stats, None, grad, None, None
 
 
-def loss_setup(ctx, tensors, o: Options, output):
+def loss_setup(ctx, kernels, tensors, o: Options, output):
     ctx.set_materialize_grads(False)
     again = tensors[1] is None or not o.early  # given logits stay with the caller anyway
     wanted = [x if need else None for x, need in zip(tensors, o.needs)]
     ctx.save_for_backward(*(tensors if again else wanted), *output[1:])
-    ctx.options, ctx.again, ctx.spent = o, again, False
+    ctx.kernels, ctx.options, ctx.again, ctx.spent = kernels, o, again, False
 
 
-def loss_backward(kernels, ctx, saved, upstream):
-    o = ctx.options
+def loss_gradients(ctx, saved, upstream):
+    o, kernels = ctx.options, ctx.kernels
     if o.early and not ctx.spent:
         return [kernels.scaled(ctx, grad, upstream, x.dtype) if need else None
                 for grad, x, need in zip(saved[-3:], saved, o.needs)]
@@ -503,45 +503,40 @@ def loss_backward(kernels, ctx, saved, upstream):
 
 
 class FirstOrder(torch.autograd.Function):
-    """Of upstream, three inputs, three gradients: the gradients, which nobody may differentiate.
+    """loss_gradients, which nobody may differentiate, by upstream or the three inputs.
     (torch's once_differentiable cuts them off from the inputs: asked for those, it gives zeros.)"""
 
     @staticmethod
-    def forward(ctx, *args):
-        return tuple(x if x is None else x.data for x in args[4:])  # no views: one may change them
+    def forward(ctx, loss_ctx, saved, upstream, *inputs):
+        grads = loss_gradients(loss_ctx, saved, upstream)
+        return tuple(x if x is None else x.data for x in grads)  # no views: one may change them
 
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError("masked losses are once_differentiable: their gradients are not")
 
 
-def first_order(backward, inputs: int):
-    """An autograd Function's backward; None for the 4th input and on."""
-    def run(ctx, upstream, *_):
-        if upstream is None:
-            return (None,) * inputs
+def loss_backward(ctx, upstream, *_):
+    """Gradients of the first three inputs, None for the others."""
+    grads = (None,) * 3
+    if upstream is not None:
         saved = ctx.saved_tensors  # once: under torch.utils.checkpoint a second look is an error
-        if not torch.is_grad_enabled():
-            return (*backward(ctx, saved, upstream), *(None,) * (inputs - 3))
-        with torch.no_grad():  # create_graph=True
-            grads = backward(ctx, saved, upstream)
-        return (*FirstOrder.apply(upstream, *saved[:3], *grads), *(None,) * (inputs - 3))
-    return run
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = FirstOrder.apply(ctx, saved, upstream, *saved[:3])
+        else:
+            grads = loss_gradients(ctx, saved, upstream)
+    return (*grads, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 
-def loss_function(kernels):
-    """An autograd Function of x, weight, bias, and of loss_pass's tensors, Options and output.
+class Loss(torch.autograd.Function):
+    """Takes loss_pass's output: after the pass autograd's own work runs beside the GPU's."""
 
-    The pass comes first, so that autograd's own work on the host runs beside the GPU's.
-    """
-    class Loss(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, bias, tensors, o, output):
-            loss_setup(ctx, tensors, o, output)
-            return output[0]
+    @staticmethod
+    def forward(ctx, x, weight, bias, kernels, tensors, o, output):
+        loss_setup(ctx, kernels, tensors, o, output)
+        return output[0]
 
-        backward = staticmethod(first_order(lambda *args: loss_backward(kernels, *args), 6))
-    return Loss.apply
+    backward = staticmethod(loss_backward)
 
 
 # -------------------------------------------------------------------------------------- front door
@@ -671,12 +666,9 @@ class MaskedCrossEntropy:
     instance = "_reference"
     fused = ()  # dtypes of given logits whose gradient row_pass makes together with the loss
 
-    def __init__(self):
-        self.function = loss_function(self)
-
     def loss(self, o, prepared, *tensors):
         output = loss_pass(self, o, *tensors, prepared=prepared)
-        return self.function(*tensors[:3], tensors, o, output)
+        return Loss.apply(*tensors[:3], self, tensors, o, output)
 
     def row_pass(self, logits, target, w, gradient, o, out=None):
         """Statistics, and if asked for the gradient, in `out` (logits, or `prepared`)."""

@@ -541,16 +541,15 @@ def _op(function):
 
 def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1:])
-    reference.loss_setup(ctx, inputs[:-COUNT], reference.Options(*inputs[-COUNT:]), output)
+    o = reference.Options(*inputs[-COUNT:])
+    reference.loss_setup(ctx, _traced, inputs[:-COUNT], o, output)
 
 
 loss_op = torch.library.custom_op(
     f"{NAMESPACE}::loss", _op(lambda *args: reference.loss_pass(_triton, *args)), mutates_args=(),
     schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 loss_op.register_fake(_op(_fake_loss))
-loss_op.register_autograd(
-    reference.first_order(lambda *args: reference.loss_backward(_traced, *args), 7 + COUNT),
-    setup_context=_setup)
+loss_op.register_autograd(reference.loss_backward, setup_context=_setup)
 loss_gradients_op = torch.library.custom_op(
     f"{NAMESPACE}::loss_gradients", _op(_triton.gradients), mutates_args=(),
     schema=f"({TENSORS}, Tensor upstream, Tensor stats, Tensor count, {OPTIONS})"
