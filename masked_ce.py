@@ -555,9 +555,9 @@ def _meta(x):
 
 
 def _expect(name, x, shape, device=None, dtypes=FLOATS) -> None:
-    """TypeError or ValueError unless x is such a Meta. In shape, None is any size but 0."""
-    if not isinstance(x, Meta) or x.dtype not in dtypes:
-        raise TypeError(f"{name} must be a tensor of {dtypes}, got {getattr(x, 'dtype', type(x))}")
+    """TypeError or ValueError unless x is such a Meta. None: any dtype, any size but 0."""
+    if not isinstance(x, Meta) or dtypes and x.dtype not in dtypes:
+        raise TypeError(f"{name} must be a tensor of {dtypes or 'any dtype'}, got {x!r}")
     sizes = zip(x.shape, shape)
     if len(x.shape) != len(shape) or any(not n if m is None else n != m for n, m in sizes):
         raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(x.shape)}")
@@ -605,30 +605,26 @@ def _options(
     if max_kept is not None and skip != "rows":
         raise ValueError(f"max_kept={max_kept} goes with skip='rows', got skip={skip!r}")
     dtype, device = x.dtype, x.device
-    if labels:
-        _expect("target", target, shape, device, INTS)
-        limits = torch.iinfo(target.dtype)
-        _number("ignore_index", ignore_index, lambda i: limits.min <= i <= limits.max, Integral)
-    elif not linear:
-        _expect("target", target, x.shape, device)
     if linear:
         dtypes = (dtype,) if autocast is None else FLOATS
         if autocast is not None and dtype != torch.float64:
             dtype = autocast
         _expect("linear_weight", weight, (None, x.shape[-1]), device, dtypes)
-        vocab = weight.shape[0]
-        if not labels:
-            _expect("teacher_hidden", target, (*shape, None), device, dtypes)
-            _expect("teacher_weight", teacher_weight, (vocab, target.shape[-1]), device, dtypes)
         for name, b in ("linear_bias", bias), ("teacher_bias", teacher_bias):
             if b is not None:
-                _expect(name, b, (vocab,), device, dtypes)
+                _expect(name, b, weight.shape[:1], device, dtypes)
+    if labels:
+        _expect("target", target, shape, device, INTS)
+        limits = torch.iinfo(target.dtype)
+        _number("ignore_index", ignore_index, lambda i: limits.min <= i <= limits.max, Integral)
+    elif linear:
+        _expect("teacher_hidden", target, (*shape, None), device, dtypes)
+        vocab, width = weight.shape[0], target.shape[-1]
+        _expect("teacher_weight", teacher_weight, (vocab, width), device, dtypes)
+    else:
+        _expect("target", target, x.shape, device)
     if loss_mask is not None:
-        if not isinstance(loss_mask, Meta):
-            raise TypeError(f"loss_mask must be a tensor, got {loss_mask!r}")
-        if loss_mask.shape != shape or loss_mask.device != device:
-            raise ValueError(f"loss_mask must have the tokens' shape {tuple(shape)} on {device}, "
-                             f"got {tuple(loss_mask.shape)} on {loss_mask.device}")
+        _expect("loss_mask", loss_mask, shape, device, dtypes=None)
     needs = tuple(grad_mode and y is not None and y.requires_grad for y in (x, weight, bias))
     fused = linear or dtype in fused
     return Options(
