@@ -593,8 +593,9 @@ def _check(x: Tensor, valid, message) -> None:
 
 def _options(
     linear, fused, grad_mode, autocast, x, target, loss_mask, weight, bias, teacher_weight,
-    teacher_bias, reduction, softcap, temperature, target_format, divergence, ignore_index,
-    label_smoothing, z_loss, teacher_softcap, vocab_group, chunk_size, skip, max_kept, retain_graph,
+    teacher_bias, reduction, softcap, temperature, ignore_index, vocab_group, *,
+    target_format="labels", divergence="cross_entropy", label_smoothing=0.0, z_loss=0.0,
+    teacher_softcap=None, chunk_size=None, skip="rows", max_kept=None, retain_graph=False,
 ) -> Options:
     """Checks all that needs no look at a value. Tensors come as Meta."""
     labels, shape = target_format == "labels", getattr(x, "shape", ())[:-1]
@@ -636,7 +637,7 @@ def _options(
         _number("temperature", temperature, lambda x: 0 < x < INF),
         vocab_group, per_token=reduction == "none", needs=needs,
         early=reduction != "none" and any(needs) and fused, skip=skip, dtype=dtype,
-        retain_graph=retain_graph,
+        retain_graph=bool(retain_graph),
         chunk_size=_number("chunk_size", chunk_size, lambda x: x >= 1, Integral, none=0),
         max_kept=_number("max_kept", max_kept, lambda x: x >= 0, Integral, none=-1))
 
@@ -798,12 +799,10 @@ class MaskedCrossEntropy:
 
     def _loss(
         self, x, target, loss_mask, reduction, cu_seqlens, num_items, softcap, temperature, *,
-        heads=None, target_format="labels", divergence="cross_entropy", ignore_index=-100,
-        label_smoothing=0.0, z_loss=0.0, teacher_softcap=None, vocab_group=None, chunk_size=None,
-        skip="rows", max_kept=None, retain_graph=False,
+        heads=None, ignore_index=-100, vocab_group=None, **options,
     ):
         """Checks, weights, the op. x are logits (..., V), or with heads hidden states (..., H)."""
-        linear, labels = heads is not None, target_format == "labels"
+        linear = heads is not None
         weight, bias, teacher_weight, teacher_bias = heads or (None,) * 4
         compiling, autocast = torch.compiler.is_compiling(), None
         if linear and isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type):
@@ -811,19 +810,17 @@ class MaskedCrossEntropy:
         args = (
             linear, () if compiling else self.fused, torch.is_grad_enabled(), autocast,
             *map(_meta, (x, target, loss_mask, weight, bias, teacher_weight, teacher_bias)),
-            reduction, softcap, temperature, target_format, divergence, ignore_index,
-            label_smoothing, z_loss, teacher_softcap,
-            "" if _group(vocab_group) is None else vocab_group.group_name, chunk_size, skip,
-            max_kept, bool(retain_graph))
+            reduction, softcap, temperature, ignore_index,
+            "" if _group(vocab_group) is None else vocab_group.group_name)
         try:
-            o = None if compiling else _checked(*args)
+            o = None if compiling else _checked(*args, **options)
         except TypeError:  # maybe an argument has no hash: _options says which, and what is wrong
             o = None
-        o = _options(*args) if o is None else o
+        o = _options(*args, **options) if o is None else o
         w, prepared = self.prepare(
             o, linear, x, target, loss_mask, ignore_index, reduction, cu_seqlens, num_items)
         shape = x.shape[:-1]
-        if labels:
+        if o.target_format == "labels":
             target = target if target.dim() == 1 else target.reshape(-1)
             vocab = lambda: o.shard(len(weight) if linear else x.shape[-1])[2]
             _check(target, lambda y: (w == 0) | ((0 <= y) & (y < vocab())), lambda i: f"label "
