@@ -777,7 +777,10 @@ class MaskedCrossEntropy:
             target_format="logits", divergence=divergence, teacher_softcap=teacher_softcap,
             chunk_size=chunk_size, max_kept=max_kept, retain_graph=allow_retain_graph)
 
-    def weights(self, o, x, target, loss_mask, ignore_index, reduction, cu_seqlens, num_items):
+    def prepare(
+        self, o, linear, x, target, loss_mask, ignore_index, reduction, cu_seqlens, num_items
+    ):
+        """-> w of each token, (n,), and what else a subclass found for the pass, or None."""
         labels, acc = o.target_format == "labels", _accumulator(x.dtype)
         if loss_mask is not None:
             a = _countable(loss_mask)
@@ -786,16 +789,12 @@ class MaskedCrossEntropy:
             a = target != ignore_index
         elif reduction == "mean" and cu_seqlens is None and num_items is None:  # 1 / N, all of them
             n = x.numel() // x.shape[-1]
-            return x.new_full((n,), 1 / max(n, 1), dtype=acc)
+            return x.new_full((n,), 1 / max(n, 1), dtype=acc), None
         else:
             a = x.new_ones(x.shape[:-1], dtype=torch.bool)
         a = a.double() if x.dtype == torch.float64 else a
         w = token_weights(a, reduction, cu_seqlens=cu_seqlens, num_items=num_items)
-        return w.to(acc).reshape(-1)
-
-    def prepare(self, o, linear, *args):
-        """-> w of each token, (n,), and what else it found for the pass, or None."""
-        return self.weights(o, *args), None
+        return w.to(acc).reshape(-1), None
 
     def _loss(
         self, x, target, loss_mask, reduction, cu_seqlens, num_items, softcap, temperature, *,

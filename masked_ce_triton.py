@@ -465,7 +465,8 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         plain = (reduction == "mean" and o.target_format == "labels" and loss_mask is None
                  and cu_seqlens is None and num_items is None)
         if not plain or torch.compiler.is_compiling():
-            return self.weights(o, *args), None  # (not super(): some Pythons' dynamo fails on it)
+            # not super(): some Pythons' dynamo fails on it
+            return reference.MaskedCrossEntropy.prepare(self, o, linear, *args)
         n, early = target.numel(), o.early and not (linear or o.vocab_group)
         w = x.new_empty(n, dtype=reference._accumulator(x.dtype))
         out = x.new_empty((n, x.shape[-1])) if early else None
