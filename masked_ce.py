@@ -365,7 +365,7 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
     float16: rows stay of order 1 in the buffer. The coefficients c go to hidden, relative to the
     largest, and to grad_hidden, and gradients stay float32 until the upstream gradient is applied.
 
-    -> loss, stats (6, N), count, and grad_hidden, grad_weight, grad_bias, empty where not wanted.
+    See loss_pass for what it returns: here a gradient is empty where not wanted.
     """
     (N, H), V, acc, forward = hidden.shape, len(weight), w.dtype, stats is None
     half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
@@ -454,13 +454,13 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
         grad_weight, grad_bias = (x.mul_(peak / scale) for x in (grad_weight, grad_bias))
     grads = grad_hidden[:N], grad_weight if half else grad_weight.to(weight.dtype), grad_bias[0]
     if not forward:
-        return None, None, None, *grads
+        return grads
     stats = torch.cat(parts, 1)
     if o.per_token and index is not None:
         whole = w.new_empty((6, N + padded)).fill_(fill)
         stats = whole.index_copy_(1, index, stats)[:, :N].contiguous()
     loss, stats = (stats[5].clone(), stats) if o.per_token else (stats[5].sum(), None)
-    return loss + fill if padded else loss, stats, torch.tensor([n], device="cpu"), *grads
+    return loss, stats, torch.tensor([n], device="cpu"), *grads
 
 
 # --------------------------------------------------------------------------------------- autograd
@@ -476,8 +476,7 @@ def loss_pass(kernels, o: Options, *tensors, prepared=None):
     x, _, _, target, _, _, w, *saved = tensors
     if saved:
         upstream, stats = saved[0].expand(len(w)), saved[1]
-        grad = kernels.row_gradient(x, target, w, upstream, stats, o)
-        return None, None, None, grad, None, None
+        return kernels.row_gradient(x, target, w, upstream, stats, o), None, None
     stats, grad = kernels.row_pass(x, target, w, o.early, o, prepared)
     return stats[5].clone() if o.per_token else stats[5].sum(), stats, None, grad, None, None
 
@@ -660,6 +659,7 @@ class MaskedCrossEntropy:
 
     row_statistics = staticmethod(row_statistics)
     row_gradient = staticmethod(row_gradient)
+    gradients = loss_pass  # with upstream, stats and count
     instance = "_reference"
     fused = ()  # dtypes of given logits whose gradient row_pass makes together with the loss
 
@@ -677,9 +677,6 @@ class MaskedCrossEntropy:
         """The indices where `keep` is not 0, then N; and how many they are."""
         index = torch.nonzero_static(keep, size=len(keep), fill_value=len(keep))[:, 0]
         return index, (keep != 0).sum()
-
-    def gradients(self, o, *tensors):
-        return loss_pass(self, o, *tensors)[3:]
 
     def __reduce__(self):  # pickled by name: there is one a module
         return self.instance
