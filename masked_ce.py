@@ -590,6 +590,7 @@ def _check(x: Tensor, valid, message) -> None:
             raise ValueError(message(int((~ok).flatten().nonzero()[0])))
 
 
+@lru_cache(maxsize=1024, typed=True)  # typed: True is not 1 here
 def _options(
     linear, fused, grad_mode, autocast, x, target, loss_mask, weight, bias, teacher_weight,
     teacher_bias, reduction, softcap, temperature, ignore_index, vocab_group, *,
@@ -639,9 +640,6 @@ def _options(
         retain_graph=bool(retain_graph),
         chunk_size=_number("chunk_size", chunk_size, lambda x: x >= 1, Integral, none=0),
         max_kept=_number("max_kept", max_kept, lambda x: x >= 0, Integral, none=-1))
-
-
-_checked = lru_cache(maxsize=1024, typed=True)(_options)  # typed: True is not 1 here
 
 
 class MaskedCrossEntropy:
@@ -809,10 +807,10 @@ class MaskedCrossEntropy:
             reduction, softcap, temperature, ignore_index,
             "" if _group(vocab_group) is None else vocab_group.group_name)
         try:
-            o = None if compiling else _checked(*args, **options)
+            o = None if compiling else _options(*args, **options)
         except TypeError:  # maybe an argument has no hash: _options says which, and what is wrong
             o = None
-        o = _options(*args, **options) if o is None else o
+        o = _options.__wrapped__(*args, **options) if o is None else o
         w, prepared = self.prepare(
             o, linear, x, target, loss_mask, ignore_index, reduction, cu_seqlens, num_items)
         shape = x.shape[:-1]
