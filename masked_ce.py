@@ -658,7 +658,6 @@ class MaskedCrossEntropy:
     row_statistics = staticmethod(row_statistics)
     row_gradient = staticmethod(row_gradient)
     gradients = loss_pass  # with upstream, stats and count
-    instance = "_reference"
     fused = ()  # dtypes of given logits whose gradient row_pass makes together with the loss
 
     def loss(self, o, prepared, *tensors):
@@ -677,7 +676,7 @@ class MaskedCrossEntropy:
         return index, (keep != 0).sum()
 
     def __reduce__(self):  # pickled by name: there is one a module
-        return self.instance
+        return "_losses"
 
     def scaled(self, ctx, grad, upstream, dtype):
         """A gradient that was made in forward, times the upstream one; 0 stays 0 even times inf."""
@@ -828,8 +827,8 @@ class MaskedCrossEntropy:
         return loss.view(shape) if reduction == "none" else loss
 
 
-_reference = MaskedCrossEntropy()
-masked_cross_entropy = _reference.masked_cross_entropy
-masked_cross_entropy_from_distribution = _reference.masked_cross_entropy_from_distribution
-masked_linear_cross_entropy = _reference.masked_linear_cross_entropy
-masked_linear_distillation = _reference.masked_linear_distillation
+_losses = MaskedCrossEntropy()
+masked_cross_entropy = _losses.masked_cross_entropy
+masked_cross_entropy_from_distribution = _losses.masked_cross_entropy_from_distribution
+masked_linear_cross_entropy = _losses.masked_linear_cross_entropy
+masked_linear_distillation = _losses.masked_linear_distillation

@@ -446,7 +446,6 @@ def _launch_prepare(keep, void=0, w=None, out=None, indexed=True):
 class TritonCrossEntropy(reference.MaskedCrossEntropy):
     """The reference's front door over the kernels; under torch.compile over the custom ops."""
 
-    instance = "_triton"
     # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
     fused = (torch.bfloat16, torch.float32, torch.float64)
     row_gradient, kept = staticmethod(_launch_gradient), staticmethod(_launch_prepare)
@@ -494,14 +493,14 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         return out.data  # with a version of its own: ctx's stays as it was, whatever is done to it
 
 
-_triton = TritonCrossEntropy()
+_losses = TritonCrossEntropy()
 _traced = SimpleNamespace(  # what the ops' backward calls: an op, and nothing in place
-    scaled=super(TritonCrossEntropy, _triton).scaled,
+    scaled=super(TritonCrossEntropy, _losses).scaled,
     gradients=lambda o, *tensors: loss_gradients_op(*tensors, *o))
-masked_cross_entropy = _triton.masked_cross_entropy
-masked_cross_entropy_from_distribution = _triton.masked_cross_entropy_from_distribution
-masked_linear_cross_entropy = _triton.masked_linear_cross_entropy
-masked_linear_distillation = _triton.masked_linear_distillation
+masked_cross_entropy = _losses.masked_cross_entropy
+masked_cross_entropy_from_distribution = _losses.masked_cross_entropy_from_distribution
+masked_linear_cross_entropy = _losses.masked_linear_cross_entropy
+masked_linear_distillation = _losses.masked_linear_distillation
 
 # A namespace of this module's own: with a fixed one, a second copy of this file in the process
 # would register its kernels over the first one's.
@@ -547,12 +546,12 @@ def _setup(ctx, inputs, output):
 
 
 loss_op = torch.library.custom_op(
-    f"{NAMESPACE}::loss", _op(lambda *args: reference.loss_pass(_triton, *args)), mutates_args=(),
+    f"{NAMESPACE}::loss", _op(lambda *args: reference.loss_pass(_losses, *args)), mutates_args=(),
     schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 loss_op.register_fake(_op(_fake_loss))
 loss_op.register_autograd(reference.loss_backward, setup_context=_setup)
 loss_gradients_op = torch.library.custom_op(
-    f"{NAMESPACE}::loss_gradients", _op(_triton.gradients), mutates_args=(),
+    f"{NAMESPACE}::loss_gradients", _op(_losses.gradients), mutates_args=(),
     schema=f"({TENSORS}, Tensor upstream, Tensor stats, Tensor count, {OPTIONS})"
            " -> (Tensor, Tensor, Tensor)")
 loss_gradients_op.register_fake(_op(_fake_gradients))
