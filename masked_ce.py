@@ -368,7 +368,8 @@ def linear_chunks(kernels, o: Options, hidden, weight, bias, target, teacher_wei
     See loss_pass for what it returns: here a gradient is empty where not wanted.
     """
     (N, H), V, acc, forward = hidden.shape, len(weight), w.dtype, stats is None
-    half, padded, teacher = o.dtype == torch.float16, o.max_kept >= 0, teacher_weight is not None
+    half = o.dtype == torch.float16
+    padded, teacher = int(o.max_kept >= 0), int(teacher_weight is not None)  # dynamo adds no bools
     needs = [need and (o.early or not forward) for need in o.needs]
     (need_hidden, need_weight, need_bias), group = needs, o.shard(V)[0]
     scale = HALF_SCALE * min(o.temperature, 1.0)

@@ -274,7 +274,7 @@ def _statistics_kernel(
 @triton.jit
 def _gradient_kernel(
     logits_ptr, target_ptr, w_ptr, upstream_ptr, stats_ptr, out_ptr,
-    logits_stride, target_stride, upstream_stride, out_stride, V, first, vocab_size, blocks,
+    logits_stride, target_stride, upstream_stride, out_stride, V, first, vocab_size,
     O: tl.constexpr, UPSTREAM: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """w * upstream * dl/dlogits of one block of a row.
@@ -283,6 +283,7 @@ def _gradient_kernel(
     reads B, with a distribution 2B, and writes B; in all 2B or 3B. Of a row of weight 0 it reads
     the weight alone, and writes zeros.
     """
+    blocks = tl.cdiv(V, BLOCK)
     N = tl.num_programs(0) // blocks
     at = (tl.program_id(0) // blocks).to(tl.int64)
     start = tl.program_id(0) % blocks * BLOCK
@@ -363,14 +364,16 @@ INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
 ROCM, _compiled = torch.version.hip is not None, {}
 
 
-def _launch(kernel, grid: int, tensors, numbers, options, plan) -> None:
+def _launch(kernel, grid: int, tensors, numbers, known, plan) -> None:
     """The GPU waits for this, so a launch like an earlier one is one look in a dictionary. Its key
-    has all that Triton specialises a kernel on: of an address, what 16 divides."""
+    has all that Triton specialises a kernel on; `known` stands in it for numbers and plan."""
     if not grid:
         return
     addresses = [x.data_ptr() for x in tensors]
-    key = (kernel.__name__, tensors[0].device, numbers, options, *[x % 16 for x in addresses],
+    key = (kernel.__name__, tensors[0].device, known, *[x % 16 for x in addresses],
            *[x.dtype for x in tensors])
+    if ROCM:
+        key += tuple(x.untyped_storage().nbytes() < 2**31 for x in tensors)
     compiled, constants = _compiled.get(key, (None, ()))
     with torch.cuda.device_of(tensors[0]):
         if compiled is not None:
@@ -378,10 +381,12 @@ def _launch(kernel, grid: int, tensors, numbers, options, plan) -> None:
             return
         constants, more = plan()
         compiled = kernel[(grid,)](*tensors, *numbers, *constants, **more)
-    if not ROCM:  # which specialises on storage sizes too; the interpreter gives None
-        if len(_compiled) >= 4096:  # numbers may be token counts
-            _compiled.clear()
-        _compiled[key] = compiled, constants
+    _compiled[key] = compiled, constants  # the interpreter gives None
+
+
+def _kind(n: int):
+    """What Triton sees of a number; the number itself, a token count, would grow the dictionary."""
+    return n % 16 == 0, n == 1, n < 2**31
 
 
 def _rows(x):
@@ -411,7 +416,7 @@ def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
 
     numbers = logits.stride(0), target.stride(0), out.stride(0), V, *o.shard(V)[1:]
     _launch(_statistics_kernel, N, (logits, target, w, stats, out), numbers,
-            (o[:7], gradient, partial, zeroed), plan)
+            (o[:7], gradient, partial, zeroed, numbers), plan)
     return stats, out if gradient else None
 
 
@@ -422,12 +427,11 @@ def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
     out = logits.new_empty((N, V)) if out is None else out
     upstream, scaled = w if upstream is None else upstream, upstream is not None
     block = min(triton.next_power_of_2(max(V, 16)), 2048 // logits.element_size())
-    blocks = -(-V // block)
-    numbers = (logits.stride(0), target.stride(0), upstream.stride(0), out.stride(0), V,
-               *o.shard(V)[1:], blocks)
-    _launch(_gradient_kernel, N * blocks, (logits, target, w, upstream, stats, out), numbers,
-            (o[:7], scaled), lambda: ((reference.Options(*o[:7], dtype=None), scaled, block),
-                                      dict(num_warps=1)))
+    strides = logits.stride(0), target.stride(0), upstream.stride(0), out.stride(0)
+    numbers = *strides, V, *o.shard(V)[1:]
+    _launch(_gradient_kernel, N * -(-V // block), (logits, target, w, upstream, stats, out),
+            numbers, (o[:7], scaled, numbers), lambda: (
+                (reference.Options(*o[:7], dtype=None), scaled, block), dict(num_warps=1)))
     return out
 
 
@@ -437,8 +441,8 @@ def _launch_prepare(keep, void=0, w=None, out=None, indexed=True):
     index = keep.new_empty(n + 1, dtype=torch.int64) if indexed else keep
     tensors = keep, keep if w is None else w, index, keep if out is None else out
     flags = w is not None, indexed
-    _launch(_prepare_kernel, 1 if out is None else 1 + n, tensors, (void, n, V), flags,
-            lambda: ((*flags, min(triton.next_power_of_2(max(n, V, 16)), 4096)), dict(num_warps=8)))
+    _launch(_prepare_kernel, 1 if out is None else 1 + n, tensors, (void, n, V),
+            (void, _kind(n), V, flags), lambda: ((*flags, 4096), dict(num_warps=8)))
     return (index[:n], index[n]) if indexed else None
 
 
@@ -463,8 +467,7 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
                 "set TRITON_INTERPRET=1 before anything imports triton")
         plain = (reduction == "mean" and o.target_format == "labels" and loss_mask is None
                  and cu_seqlens is None and num_items is None)
-        if not plain or torch.compiler.is_compiling():
-            # not super(): some Pythons' dynamo fails on it
+        if not plain or torch.compiler.is_compiling():  # super() fails in some Pythons' dynamo
             return reference.MaskedCrossEntropy.prepare(self, o, linear, *args)
         n, early = target.numel(), o.early and not (linear or o.vocab_group)
         w = x.new_empty(n, dtype=reference._accumulator(x.dtype))
@@ -488,8 +491,8 @@ class TritonCrossEntropy(reference.MaskedCrossEntropy):
         alone, n = grad.dtype == dtype and not ctx.options.retain_graph, grad.numel()
         ctx.spent |= alone
         out = grad if alone else torch.empty_like(grad, dtype=dtype)
-        _launch(_scale_kernel, min(-(-n // 8192), 2048), (grad, out, upstream), (n,), alone,
-                lambda: ((alone, 8192), dict(num_warps=8)))
+        _launch(_scale_kernel, min(-(-n // 8192), 2048), (grad, out, upstream), (n,),
+                (alone, _kind(n)), lambda: ((alone, 8192), dict(num_warps=8)))
         return out.data  # with a version of its own: ctx's stays as it was, whatever is done to it
 
 
