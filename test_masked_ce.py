@@ -39,10 +39,11 @@ torch.set_num_threads(1)  # the sizes are small, and threads on busy cores wait 
 torch.use_deterministic_algorithms(True, warn_only=True)  # and torch.empty gives NaN, so that an
 assert torch.empty(1, device=DEVICE).isnan()  # output which a kernel does not write shows
 tensor = functools.partial(torch.tensor, device=DEVICE)
+leaf = functools.partial(tensor, dtype=FLOAT, requires_grad=True)
 same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
-leaf = functools.partial(torch.tensor, device=DEVICE, dtype=FLOAT, requires_grad=True)
 IGN = -100
 LABELED = "labels", "linear", "probabilities"  # the paths that a label loss can take
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 mean_and_none = pytest.mark.parametrize("reduction", ["mean", "none"])
 
 
@@ -85,7 +86,7 @@ def close(result, expected, rel=None):
 
 
 def gradients(loss, *x, upstream=1.0):
-    return torch.autograd.grad(loss, x, loss.new_tensor(upstream).expand_as(loss))
+    return torch.autograd.grad(loss, x, torch.as_tensor(upstream).to(loss).expand_as(loss))
 
 
 PATHS = dict(labels=["logits"], probabilities=["logits"], teacher=["logits"],
@@ -141,10 +142,10 @@ def call(api, path, c, r=None, **o):  # r: c is this rank's part of the vocabula
     return api.masked_cross_entropy_from_distribution(c.logits, getattr(c, path), mask, **o)
 
 
-def plain(path, c, dtype, reduction="mean", upstream=None, *, divergence="cross_entropy",
+def plain(path, c, dtype, reduction="mean", upstream=1.0, *, divergence="cross_entropy",
           softcap=None, teacher_softcap=None, temperature=1.0, label_smoothing=0.0, z_loss=0.0,
-          **strategy):  # chunk_size, skip, max_kept: they must not change a result
-    """-> [loss, *gradients], the gradients' rows for `within`: torch's autograd on kept rows only.
+          **strategy):  # chunk_size, skip, max_kept and f: they must not change a result
+    """-> loss and gradients by name, rows for `within`: torch's autograd on kept rows only.
     In float64, the oracle. In the inputs' dtype, eager: GEMMs of that dtype, losses in float32."""
     x = [y.detach().to(dtype).requires_grad_() for y in leaves(c, path)]
 
@@ -170,12 +171,10 @@ def plain(path, c, dtype, reduction="mean", upstream=None, *, divergence="cross_
     w = torch.where(c.keep, w / divisors.get(reduction, 1), 0)
     losses = torch.zeros_like(w).masked_scatter(c.keep, loss)
     loss = losses * w if reduction == "none" else (losses * w).sum()
-    results = [loss.detach(), *torch.autograd.grad(loss, x, upstream)]
-    w = torch.where(c.keep, w if upstream is None else w * upstream, 0)
-    rows = [w * (1 + losses.detach()), None, None]  # p - 1, or p * (log p/q - loss)
-    if len(x) > 1:  # columns with small p: exp of a z, up to 30 here, that was rounded
-        rows[1] = 32 * results[2].abs().amax(1)
-    return results, rows
+    results = loss.detach(), *gradients(loss, *x, upstream=upstream)
+    w = torch.where(c.keep, w * upstream, 0)
+    rows = w * (1 + losses.detach())  # p - 1, or p * (log p/q - loss)
+    return dict(zip(("loss", *PATHS[path]), results)), rows
 
 
 CUT = dict(logits=-1, teacher=-1, probabilities=-1, weight=0, bias=0)  # the vocabulary's dimension
@@ -185,43 +184,46 @@ def part(r, x, dim=0):  # of rank r
     return x if r is None or dim is None else x.chunk(r.world, dim)[r.rank]
 
 
-def shard(r, c, path, wanted=(True,) * 3):  # this rank's part of the vocabulary, as leaves
+def outcome(api, path, c, r=None, wanted=(True,) * 3, upstream=1.0, mode=torch.enable_grad,
+            f=call, **o):
+    """-> by name, the loss and the gradients that are wanted: of copies of c, or with r of this
+    rank's part of the vocabulary, which stay as they were. mode: that of the forward pass."""
     mine = {name: part(r, x, CUT.get(name)).detach().clone() for name, x in vars(c).items()}
-    for name, wants in zip(PATHS[path], wanted):
-        mine[name].requires_grad_(wants)
-    return SimpleNamespace(**mine)
+    before = copy.deepcopy(mine)
+    x = {name: mine[name].requires_grad_() for name, wants in zip(PATHS[path], wanted) if wants}
+    with mode():
+        loss = f(api, path, SimpleNamespace(**dict(mask=None) | mine), r, **o)
+        assert loss.requires_grad == (bool(x) and torch.is_grad_enabled())
+    grads = gradients(loss, *x.values(), upstream=upstream) if loss.requires_grad else ()
+    same(mine, before)
+    return dict(zip(("loss", *x), (loss.detach(), *grads)))
 
 
 def check(api, path, c, r=None, wanted=(True,) * 3, reduction="mean", **o):
-    """Loss and every gradient by the rule, in their dtypes; 0 where masked; inputs untouched.
-    With r: of this rank's shard, and one loss on all ranks."""
-    mine = shard(r, c, path, wanted)
-    loss = call(api, path, mine, r, reduction=reduction, **o)
-    upstream = torch.linspace(-1, 2, loss.numel(), device=DEVICE, dtype=loss.dtype).view(loss.shape)
-    if reduction == "none":
-        assert (loss[~c.keep] == 0).all()
-        upstream = upstream.where(c.keep, nan)
+    """Loss and gradients by the rule, in their dtypes; 0 where masked. One loss on all ranks."""
+    upstream = torch.linspace(-1, 2, c.keep.numel(), device=DEVICE).view_as(c.keep)
+    upstream = upstream.where(c.keep, nan) if reduction == "none" else tensor(-1.0)
+    results = outcome(api, path, c, r, wanted, upstream, reduction=reduction, **o)
+    loss = results["loss"]
     if r is not None:
-        dist.all_gather(losses := [torch.empty_like(loss) for _ in range(r.world)], loss.detach())
+        dist.all_gather(losses := [torch.empty_like(loss) for _ in range(r.world)], loss)
         assert all(torch.equal(x, loss) for x in losses)
-    (oracle, *rights), rows = plain(path, c, DOUBLE, reduction, upstream.double(), **o)
-    (eager, *others), _ = plain(path, c, leaves(c, path)[0].dtype, reduction, upstream, **o)
-    within(loss.detach(), oracle, eager)
-    assert loss.dtype == eager.dtype
-    loss.backward(upstream) if loss.requires_grad else None
-    for name, x, row, *pair in zip(PATHS[path], leaves(mine, path), rows, rights, others):
-        if x.requires_grad:
-            row = part(r, row) if name == "weight" else row
-            within(x.grad, *(part(r, y, CUT.get(name)) for y in pair), row)
-            assert name not in TOKEN_WISE or (x.grad[~c.keep] == 0).all()
-    same(vars(mine), vars(shard(r, c, path)))
+    rights, rows = plain(path, c, DOUBLE, reduction, upstream, **o)
+    others, _ = plain(path, c, c.logits.dtype, reduction, upstream, **o)
+    assert loss.dtype == others["loss"].dtype
+    for name, result in results.items():
+        right, other = (part(r, y[name], CUT.get(name)) for y in (rights, others))
+        # weight: columns with small p are exp of a z, up to 30 here, that was rounded
+        terms = dict(loss=None, weight=32 * right.abs().amax(-1), bias=None).get(name, rows)
+        within(result, right, other, terms)
+        assert result.shape[:2] != c.keep.shape or (result[~c.keep] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_rule_has_teeth(dtype):
     c = make_case(dtype)
-    (_, grad), (rows, *_) = plain("labels", c, DOUBLE)
-    (_, eager), _ = plain("labels", c, dtype)
+    rights, rows = plain("labels", c, DOUBLE)
+    grad, eager = rights["logits"], plain("labels", c, dtype)[0]["logits"]
     within(grad.to(dtype), grad, eager, rows)
     confident = c.logits.amax(-1, keepdim=True) > 9
     for fault in (0 * grad, grad.clamp(max=0), grad * c.keep.sum() / c.keep.numel(),
@@ -319,8 +321,7 @@ FAULTS = {  # paths, z, target, options (or the test's: dtype, rel, loss_rel), l
     "11 plain": (LABELED, [[0, 1, 2, 3]], [3], {}, 0.4401896986, [DZ_11]),
     "20": (LABELED, [[-inf] * 50_000 + [10] + [-inf] * 49_999], [50_000], {}, 0, [[0] * 100_000]),
     # Half the columns are -inf: over ranks, whole shards.
-    "dead": (LABELED[::2], DEAD, [1, 3], dict(reduction="sum"), 0.6265233750, DZ_DEAD),
-    **{f"dead {i}": (["linear"], [DEAD[i]], [2 * i + 1], {}, 0.3132616875, [DZ_DEAD[i]])
+    **{f"dead {i}": (LABELED, [DEAD[i]], [2 * i + 1], {}, 0.3132616875, [DZ_DEAD[i]])
        for i in (0, 1)},
     **{f"dead {low} {d}": (["teacher"], DEAD, [[0, 0, low, low], [low, low, 0, 0]], dict(
         divergence=d, reduction="sum"), 2 * loss, [[-dz, dz, 0, 0], [0, 0, -dz, dz]])
@@ -393,37 +394,29 @@ LINEAR_FAULTS = {  # hidden, weight, target, reduction, upstream, loss, gradient
 
 @pytest.mark.parametrize("name, strategy", [*product(LINEAR_FAULTS, STRATEGIES)], ids=str)
 def test_linear_faults(api, name, strategy, r=None):
-    x, W, y, reduction, upstream, right, *grads = LINEAR_FAULTS[name]
+    x, W, y, reduction, upstream, *rights = LINEAR_FAULTS[name]
+    rights = dict(zip(("loss", *PATHS["linear"]), rights))
     c = SimpleNamespace(hidden=tensor(x, dtype=FLOAT), weight=tensor(W, dtype=FLOAT),
                         bias=torch.zeros(len(W), device=DEVICE), target=tensor(y))
-    modes = product((torch.enable_grad, torch.no_grad, torch.inference_mode), *[(True, False)] * 3)
-    # 18: only what is asked for, and of the other faults everything, to save time
-    for mode, *wanted in modes if name in ("8", "18") else [next(modes)]:
-        mine = shard(r, c, "linear", wanted)
-        mine.mask = None
-        with mode():
-            loss = call(api, "linear", mine, r, reduction=reduction, **strategy)
-        close(loss.detach(), right)
-        assert loss.requires_grad == (any(wanted) and mode is torch.enable_grad)
-        if loss.requires_grad:
-            loss.backward(tensor(upstream, dtype=FLOAT).expand_as(loss))
-        for x, wants, grad in zip(PATHS["linear"], wanted, grads):
-            result = getattr(mine, x).grad
-            assert (result is None) == (not wants or mode is not torch.enable_grad)
-            close(result, part(r, tensor(grad), CUT.get(x))) if result is not None else None
+    # 18: in every mode, and only the gradients that are asked for
+    modes = torch.enable_grad, torch.no_grad, torch.inference_mode
+    for mode, *wanted in product(modes, *[(True, False)] * 3):
+        results = outcome(
+            api, "linear", c, r, wanted, tensor(upstream), mode, reduction=reduction, **strategy)
+        for x, result in results.items():
+            close(result, part(r, tensor(rights[x], dtype=DOUBLE), CUT.get(x)))
 
 
-@pytest.mark.parametrize("dtype, h", [(BFLOAT, 1), (HALF, 16)], ids=["bfloat16", "float16"])
-def test_fault_5_long_sums(api, dtype, h):
+@pytest.mark.parametrize("dtype, reduction, x, few", [
+    (BFLOAT, "sum", [1] * 8192, [512] + [1] * 16), (HALF, "mean", [16] * 8192, [8192] * 16)])
+def test_fault_5_long_sums(api, dtype, reduction, x, few):
     # A bf16 sum of steps of 8 stalls at 2048. In float16 8192 * 16 / 2 overflows before the mean
     # divides. The interpreter gets few rows: after 256, a bf16 sum does not see halves.
-    slow, bf16 = DEVICE == "cpu" and api is not masked_ce, dtype == BFLOAT
-    x = ([512] + [1] * 16 if bf16 else [8192] * 16) if slow else [h] * 8192
+    x, size = (few, 1) if DEVICE == "cpu" and api is not masked_ce else (x, 16)
     hidden, W, y = tensor([x], dtype=dtype).t(), leaf([[0], [0]], dtype=dtype), tensor([0] * len(x))
-    for o in (dict(chunk_size=1 if slow else 16), {}):
-        loss = api.masked_linear_cross_entropy(
-            hidden, W, y, reduction="sum" if bf16 else "mean", **o)
-        right = sum(x) / 2 / (1 if bf16 else len(x))
+    for o in (dict(chunk_size=size), {}):
+        loss = api.masked_linear_cross_entropy(hidden, W, y, reduction=reduction, **o)
+        right = sum(x) / 2 / (1 if reduction == "sum" else len(x))
         close(gradients(loss, W)[0], [[-right], [right]])
 
 
@@ -452,14 +445,12 @@ def test_fault_13_nothing_kept(api, path, empty, r=None):
     elif empty != "num_items":
         c.keep.fill_(False)
         c.target.fill_(IGN) if empty == "ignored" else c.mask.zero_()
-    c, o = shard(r, c, path), dict(num_items=0) if empty == "num_items" else {}
+    o = dict(num_items=0) if empty == "num_items" else {}
     strategies = dict(linear=STRATEGIES, distillation=[{}, dict(max_kept=9, chunk_size=4)])
     for reduction, strategy in product(["mean", "sample_mean"] + ["sum", "none"] * (not o),
                                        strategies.get(path, [{}])):
-        loss = call(api, path, c, r, reduction=reduction, **strategy, **o)
-        x = leaves(c, path)
-        assert (loss == 0).all() and loss.requires_grad
-        assert all(torch.equal(g, torch.zeros_like(y)) for g, y in zip(gradients(loss, *x), x))
+        results = outcome(api, path, c, r, reduction=reduction, **strategy, **o)
+        assert all((x == 0).all() for x in results.values())
 
 
 @mean_and_none
@@ -523,11 +514,10 @@ def test_float16_keeps_the_gradient_of_small_classes(api, path):
 
 @mean_and_none
 def test_autocast(api, reduction):
-    c = make_case()
-    with torch.autocast(DEVICE, BFLOAT):
-        loss = call(api, "linear", c, reduction=reduction)
-    grads = gradients(loss, *leaves(c, "linear"))
-    assert loss.dtype == FLOAT and all(g.dtype == FLOAT and g.isfinite().all() for g in grads)
+    c, autocast = make_case(), functools.partial(torch.autocast, DEVICE, BFLOAT)
+    results = outcome(api, "linear", c, mode=autocast, reduction=reduction)
+    assert all(x.dtype == FLOAT and x.isfinite().all() for x in results.values())
+    loss = results["loss"]
     assert not torch.equal(loss, call(api, "linear", c, reduction=reduction))
     assert torch.equal(loss, call(api, "linear", make_case(BFLOAT), reduction=reduction))
 
@@ -536,10 +526,8 @@ def test_autocast(api, reduction):
 @pytest.mark.parametrize("path", ["linear", "distillation"])
 def test_more_kept_than_max_kept_is_loud(api, path, reduction):
     c = make_case()
-    loss = call(api, path, c, max_kept=5, reduction=reduction)
-    dx, *grads = gradients(loss, *leaves(c, path))
-    loss = loss[c.keep] if reduction == "none" else loss
-    assert all(y.isnan().all() for y in (loss, dx[c.keep], *grads))
+    for x in outcome(api, path, c, max_kept=5, reduction=reduction).values():
+        assert (x[c.keep] if x.shape[:2] == c.keep.shape else x).isnan().all()
 
 
 # --------------------------------------------------------------------------------------- bad input
@@ -670,7 +658,7 @@ class TestGPU:
             close(loss, 2 * right.item())
             assert torch.equal(grad[-1:], right_grad) and not grad[1:-1].any()
 
-    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    @two_gpus
     def test_runs_on_the_tensors_own_device(self, api):
         z = torch.zeros(1, 2, device="cuda:1", requires_grad=True)
         loss = api.masked_cross_entropy(z, torch.tensor([0], device="cuda:1"))
@@ -692,10 +680,9 @@ def in_rank(rank, world, backend, store, files):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("backend, world", [("gloo", 2), ("gloo", 4), ("nccl", 2)])
+@pytest.mark.parametrize("backend, world", [
+    ("gloo", 2), ("gloo", 4), pytest.param("nccl", 2, marks=two_gpus)])
 def test_ranks(tmp_path, monkeypatch, backend, world):
-    if backend == "nccl" and torch.cuda.device_count() < world:
-        pytest.skip("needs two GPUs")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "") if backend == "gloo" else None
     # Beside a GPU the interpreter may be one that fails (Triton 3.6's with numpy 2.4): NCCL's part.
     native = backend == "nccl" or DEVICE == "cpu" and importlib.util.find_spec("triton")
@@ -716,11 +703,9 @@ def vocabulary_parallel(r):
     test_linear_faults(r.api, "12", {}, r)
     if r.world == 2:  # to save time
         if r.api is not masked_ce:
-            names = "masked_cross_entropy", "masked_linear_cross_entropy"
-            compiled = SimpleNamespace(**{name: torch.compile(
-                getattr(r.api, name), fullgraph=True, backend="aot_eager") for name in names})
-            check(compiled, "labels", c, r)
-            check(compiled, "linear", c, r, max_kept=9)
+            compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+            check(r.api, "labels", c, r, f=compiled)
+            check(r.api, "linear", c, r, f=compiled, max_kept=9)
         for path, empty in product(LABELED, ("ignored", "mask", "no tokens", "num_items")):
             test_fault_13_nothing_kept(r.api, path, empty, r)
         for strategy, reduction in product(STRATEGIES[4:], ("mean", "none")):
