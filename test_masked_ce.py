@@ -424,11 +424,12 @@ def test_fault_5_long_sums(api, dtype, reduction, x, few):
     lambda x: F.pad(x, (1, 2), value=1)[..., 1:-2],  # starts at an odd offset
     lambda x: x[:1].expand(3, *x.shape[1:])], ids="transposed every_other cut expanded".split())
 @pytest.mark.parametrize("path", PATHS)
-def test_fault_9_strides(api, path, layout):
+@mean_and_none
+def test_fault_9_strides(api, path, layout, reduction):
     c, results = make_case(BFLOAT), []
     for finish in (torch.Tensor.contiguous, lambda x: x):  # inside the graph, back to the same leaf
         new = {name: finish(layout(getattr(c, name))) for name in TOKEN_WISE}
-        loss = call(api, path, SimpleNamespace(**vars(c) | new), reduction="none")
+        loss = call(api, path, SimpleNamespace(**vars(c) | new), reduction=reduction)
         results.append([loss, *gradients(loss, *leaves(c, path))])
     same(*results)
     assert all(x.any() for x in results[0])
