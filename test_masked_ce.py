@@ -166,7 +166,7 @@ def plain(path, c, dtype, reduction="mean", upstream=1.0, *, divergence="cross_e
                  c.probabilities[c.keep].to(z.dtype).log())
         loss = {"cross_entropy": -log_q.exp() * log_p, "forward_kl": log_q.exp() * (log_q - log_p),
                 "reverse_kl": log_p.exp() * (log_p - log_q)}[divergence].sum(1)
-    w = torch.where(c.keep, c.mask, 0).to(z.dtype)
+    w = torch.where(c.keep, vars(c).get("mask", 1), 0).to(z.dtype)
     divisors = dict(mean=w.sum(), sample_mean=w.sum(1, keepdim=True) * c.keep.any(1).sum())
     w = torch.where(c.keep, w / divisors.get(reduction, 1), 0)
     losses = torch.zeros_like(w).masked_scatter(c.keep, loss)
@@ -261,6 +261,14 @@ VALUES = [
 def test_values(api, size, value):
     path, o = value
     check(api, path, make_case(*size), **o)
+
+
+@pytest.mark.parametrize("dtype, path", [*product(DTYPES, ["labels", "linear"])], ids=str)
+def test_values_without_a_mask(api, dtype, path):  # whose weights Triton has a kernel for
+    c = make_case(dtype)
+    c.target.masked_fill_(~c.keep, IGN)
+    del c.mask
+    check(api, path, c)
 
 
 # ----------------------------------------------- known_faults.md, by number: faults that people met
@@ -453,7 +461,7 @@ def test_fault_13_nothing_kept(api, path, empty, r=None):
     strategies = dict(linear=STRATEGIES, distillation=[{}, dict(max_kept=9, chunk_size=4)])
     for reduction, strategy in product(["mean", "sample_mean"] + ["sum", "none"] * (not o),
                                        strategies.get(path, [{}])):
-        results = outcome(api, path, c, r, reduction=reduction, **strategy, **o)
+        results = outcome(api, path, c, r, upstream=inf, reduction=reduction, **strategy, **o)
         assert all((x == 0).all() for x in results.values())
 
 
@@ -470,6 +478,8 @@ def test_weights_and_fault_16(api):
     labels, cu = tensor([1, 2, 3, 4, 5]), tensor([0, 3, 5])
     shifted = api.shift_labels(labels, cu_seqlens=cu)
     assert shifted.tolist() == [2, 3, IGN, 5, IGN] and api.count_items(shifted != IGN) == 3
+    with pytest.raises(ValueError, match=r"\(\)"):
+        api.shift_labels(labels[0])
     assert api.shift_labels(labels.view(1, 5)).tolist() == [[2, 3, 4, 5, IGN]]
     assert api.shift_labels(labels > 2, 0, cu).tolist() == [False, True, False, True, False]
     keep = tensor([[1] * 8, [1, 1] + [0] * 6])  # times 80: 8 for "mean"; 5 and 20 for "sample_mean"
@@ -703,6 +713,8 @@ def vocabulary_parallel(r):
             if torch.tensor(z).shape[-1] % r.world == 0 and not whole:
                 test_faults(r.api, path, name, r)
     test_linear_faults(r.api, "12", {}, r)
+    uneven = torch.zeros(1, 2 + first, device=DEVICE)
+    close(r.api.masked_cross_entropy(uneven, tensor([0]), vocab_group=r.group), nan)
     if r.world == 2:  # to save time
         if r.api is not masked_ce:
             compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
