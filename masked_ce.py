@@ -557,7 +557,7 @@ def _meta(x):
 def _expect(name, x, shape, device=None, dtypes=FLOATS) -> None:
     """TypeError or ValueError unless x is such a Meta. None: any dtype, any size but 0."""
     if not isinstance(x, Meta) or dtypes and x.dtype not in dtypes:
-        raise TypeError(f"{name} must be a tensor of {dtypes or 'any dtype'}, got {x!r}")
+        raise TypeError(f"{name} must be a tensor of {dtypes or 'any dtype'}, got {x!r:.200}")
     sizes = zip(x.shape, shape)
     if len(x.shape) != len(shape) or any(not n if m is None else n != m for n, m in sizes):
         raise ValueError(f"{name} must be {tuple(shape)}, got {tuple(x.shape)}")
