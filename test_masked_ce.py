@@ -530,8 +530,8 @@ def test_autocast(api, reduction):
     autocast = torch.autocast(DEVICE, BFLOAT)(call)
     results = outcome(api, "linear", make_case(), f=autocast, reduction=reduction)
     assert all(x.dtype == FLOAT and x.isfinite().all() for x in results.values())
-    right = call(api, "linear", make_case(BFLOAT), reduction=reduction)  # not float32's loss
-    assert torch.equal(results["loss"], right)
+    wide, right = (call(api, "linear", make_case(x), reduction=reduction) for x in (FLOAT, BFLOAT))
+    assert torch.equal(results["loss"], right) and not torch.equal(results["loss"], wide)
 
 
 @mean_and_none
