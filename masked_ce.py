@@ -119,9 +119,8 @@ def mask_values(name: str, mask: Tensor) -> Tensor:
 def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=None) -> Tensor:
     """w of each item, in float64, from a: an item is a token, or one of its K labels, where a has
     one dimension more than `tokens`."""
+    num_items = check_num_items(num_items, reduction)
     if reduction in ("sum", "none"):
-        if num_items is not None:
-            raise ValueError(f"num_items={num_items} replaces the divisor, {reduction!r} has none")
         _, valid = sample_offsets(a, tokens, cu_seqlens)
         return torch.where(valid, a, NAN)
     wrong = ~((0 <= a) & (a < INF))
@@ -136,8 +135,13 @@ def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=
         sample = torch.searchsorted(offsets[1:], item, right=True)
         sample = sample.clamp(max=max(len(sums) - 1, 0))  # where cu_seqlens are wrong
         share, divisor = a / sums[sample].view(a.shape), (sums != 0).sum()
+    if isinstance(num_items, Tensor):
+        divisor = num_items.to(a.device, torch.float64)  # from another device: it may wait for it
+    elif num_items is not None:
+        divisor = torch.full((), num_items, dtype=torch.float64, device=a.device)
     if num_items is not None:
-        divisor = checked_num_items(num_items, a.device)
+        check_values(~((0 <= divisor) & (divisor < INF)),
+                     lambda _: f"num_items={num_items} is out of range")
     w = torch.where((a != 0) & (divisor != 0), share / divisor, 0.0)  # nothing kept: no 0 / 0
     return torch.where(valid & ~wrong & (0 <= divisor) & (divisor < INF), w, NAN)
 
@@ -321,14 +325,14 @@ def kept_rows(w: Tensor, skip: str, size: int, max_kept=None) -> Optional[Tensor
     return keep.nonzero()[:, 0]  # the one host sync
 
 
-def in_chunks(losses, w, hidden, *others, vocabulary, chunk_size=None, skip="rows", max_kept=None,
-              recompute=False):
+def in_chunks(losses, w, hidden, *others, columns, group=None, chunk_size=None, skip="rows",
+              max_kept=None, recompute=False):
     """losses(w, hidden, *others), chunk of rows after chunk of rows. -> a list of tensors (N, ...)
 
     Several chunks: each is checkpointed, that is, backward computes its logits again (four GEMMs
     instead of three), so that no more than the logits of one chunk are ever held.
     """
-    N, limit = len(w), chunk_size or max(CHUNK_BYTES // (4 * vocabulary), 1)
+    N, limit = len(w), chunk_size or max(CHUNK_BYTES // (4 * columns), 1)
     if max_kept is not None:  # if more are kept: NaN for each of them, computed or not
         keep = (w != 0).any(1)
         too_many = keep & (keep.sum() > max_kept)
@@ -341,7 +345,8 @@ def in_chunks(losses, w, hidden, *others, vocabulary, chunk_size=None, skip="row
         size = chunk_rows(len(w), limit) if skip == "rows" else size
     # a masked row that is computed all the same holds 0 before any GEMM
     rows = [selected(x, w) if x.is_floating_point() else x for x in rows]
-    if recompute or len(w) > size:
+    # ranks gather columns in a second computation too: all do, as all agree on hidden's gradient
+    if (recompute or len(w) > size) and (group is None or hidden.requires_grad):
         losses = functools.partial(
             checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
     parts = [losses(*chunk) for chunk in zip(*(x.split(size) for x in (w, *rows)))]
@@ -413,8 +418,6 @@ def hidden_rows(hidden: Tensor, v: Vocabulary) -> Tensor:  # (..., H) -> (N, H)
 def on_every_rank(group, check):
     """check(), which begins with a Vocabulary. What one rank raises, all raise, also where they
     hold other shards: no rank waits for one that is gone."""
-    if group is None:
-        return check()
     result = error = shard = None
     try:
         result = check()
@@ -507,21 +510,21 @@ def check_ignore_index(ignore_index, dtype) -> None:
         raise ValueError(f"{dtype} cannot hold ignore_index={ignore_index}")
 
 
-def checked_num_items(num_items, device) -> Tensor:
-    """The divisor, 0-dim, float64. A tensor on another device is moved, which may wait for it;
-    of (n, 1), which data parallelism makes of one number, the first counts."""
-    if isinstance(num_items, Tensor):
-        one = num_items.numel() == 1 or num_items.dim() == 2 and num_items.shape[1] == 1
-        real = num_items.dtype != torch.bool and not num_items.is_complex()
-        if not (one and real) or num_items.numel() == 0 or num_items.requires_grad:
-            raise ValueError(f"num_items must be one number without grad, got {num_items!r:.200}")
-        divisor = num_items.reshape(-1)[0].to(device, torch.float64)
-    else:
+def check_num_items(num_items, reduction):
+    """-> None, a number, or a 0-dim tensor: of (n, 1), which data parallelism makes of one number,
+    the first. No value in a tensor is looked at."""
+    if num_items is None:
+        return None
+    if reduction in ("sum", "none"):
+        raise ValueError(f"num_items={num_items} replaces the divisor, {reduction!r} has none")
+    if not isinstance(num_items, Tensor):
         check_options(num_items=num_items)
-        divisor = torch.full((), num_items, dtype=torch.float64, device=device)
-    check_values(~((0 <= divisor) & (divisor < INF)),
-                 lambda _: f"num_items={num_items} is out of range")
-    return divisor
+        return num_items
+    one = num_items.numel() == 1 or num_items.dim() == 2 and num_items.shape[1] == 1
+    real = num_items.dtype != torch.bool and not num_items.is_complex()
+    if not (one and real) or num_items.numel() == 0 or num_items.requires_grad:
+        raise ValueError(f"num_items must be one number without grad, got {num_items!r:.200}")
+    return num_items.reshape(-1)[0]
 
 
 def check_head(names, hidden, weight, bias, vocab=None, tokens=None) -> None:
@@ -534,7 +537,7 @@ def check_head(names, hidden, weight, bias, vocab=None, tokens=None) -> None:
         check_tensor(names[2], bias, weight.shape[:1], dtypes, hidden.device)
 
 
-def check_vocabulary(x, held: int, vocab_size, group) -> Vocabulary:
+def check_vocabulary(name, dtype, held: int, vocab_size, group) -> Vocabulary:
     """held: columns of the logits, or rows of linear_weight, that this rank's tensor has."""
     rank, ranks = (0, 1) if group is None else (check_group(group).rank(), group.size())
     size = held * ranks if vocab_size is None else vocab_size
@@ -542,58 +545,77 @@ def check_vocabulary(x, held: int, vocab_size, group) -> Vocabulary:
     here = min(max(size - rank * each, 0), each)
     if size == 0 or held < here or group is not None and held not in (here, each):
         raise ValueError(f"vocab_size={vocab_size}: rank {rank} of {ranks} has {here} columns, "
-                         f"{each} with padding, but its tensor has {held}")
-    return Vocabulary(size, each, here, x.dtype, group)
+                         f"{each} with padding, but its {name} has {held}")
+    return Vocabulary(size, each, here, dtype, group)
 
 
-def checked_call(x, target, loss_mask, head=None, teacher_head=None, *, cu_seqlens=None,
-                 num_items=None, vocab_size=None, vocab_group=None, **options):
-    """All that can be wrong with a call. x: logits, or hidden states, then head: (weight, bias).
-
-    -> Vocabulary; labels (N, K) in [0, V) or None; w (N, K), or (N, 1) for a distribution: 0 where
-    masked, NaN where a label is wrong. Log-probabilities have no reduction: 1 where kept.
+def check_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_size=None,
+               vocab_group=None, cu_seqlens=None, num_items=None, **options) -> Vocabulary:
+    """All that can be wrong with a call but for the values in its tensors. x: logits, or hidden
+    states, then with head = (weight, bias). Labels have an ignore_index, distributions have none.
     """
     check_options(vocab_size=vocab_size, **options)
     if options.get("max_kept") is not None and options.get("skip", "rows") != "rows":
         raise ValueError(f"max_kept={options['max_kept']} goes with skip='rows', "
                          f"got skip={options['skip']!r}")
+    shape = getattr(x, "shape", ())
     if head is None:
-        check_tensor("logits", x, getattr(x, "shape", (ANY,)), FLOATS)
-        if x.dim() == 0:
-            raise ValueError(f"logits must be (..., V), got {tuple(x.shape)}")
+        check_tensor("logits", x, shape or (ANY,), FLOATS)
     else:
         check_head(("hidden", "linear_weight", "linear_bias"), x, *head)
-    v = check_vocabulary(x, x.shape[-1] if head is None else len(head[0]), vocab_size, vocab_group)
-    tokens, is_labels = x.shape[:-1], "ignore_index" in options
-    N = tokens.numel()
-    if is_labels:
+    name, held = ("logits", shape[-1]) if head is None else ("linear_weight", len(head[0]))
+    v = check_vocabulary(name, x.dtype, held, vocab_size, vocab_group)
+    if "ignore_index" in options:
         several = isinstance(target, Tensor) and target.dim() == x.dim()
-        check_tensor("target", target, (*tokens, ANY) if several else tokens, INTS, x.device)
+        items = (*shape[:-1], ANY) if several else shape[:-1]
+        check_tensor("target", target, items, INTS, x.device)
         check_ignore_index(options["ignore_index"], target.dtype)
-        a = (target != options["ignore_index"]).double()
+        items = target.shape
     else:
+        items = shape[:-1]
         if head is None:
-            check_tensor("target", target, x.shape, FLOATS, x.device)
+            check_tensor("target", target, shape, FLOATS, x.device)
         else:
             names = "teacher_hidden", "teacher_weight", "teacher_bias"
-            check_head(names, target, *teacher_head, vocab=len(head[0]), tokens=tokens)
-        a = torch.ones(tokens, dtype=torch.float64, device=x.device)
+            check_head(names, target, *teacher_head, vocab=len(head[0]), tokens=items)
     if loss_mask is not None:
-        check_tensor("loss_mask", loss_mask, a.shape, None, x.device)
-        a = torch.where(a != 0, mask_values("loss_mask", loss_mask), 0.0)
-    if "reduction" in options:
-        w = item_weights(a, tokens, options["reduction"], cu_seqlens, num_items)
+        check_tensor("loss_mask", loss_mask, items, None, x.device)
+    return v
+
+
+def call_items(x, target, loss_mask, v: Vocabulary, *, ignore_index=None, reduction=None,
+               cu_seqlens=None, num_items=None, **_):
+    """-> labels (N, K) in [0, V), or None for a distribution; w (N, K), there (N, 1): 0 where
+    masked, NaN where a label is wrong. Log-probabilities have no reduction: 1 where kept."""
+    tokens = x.shape[:-1]
+    if ignore_index is None:
+        a = torch.ones(tokens, dtype=torch.float64, device=x.device)
     else:
+        a = (target != ignore_index).double()
+    if loss_mask is not None:
+        a = torch.where(a != 0, mask_values("loss_mask", loss_mask), 0.0)
+    if reduction is None:
         w = (a != 0).double()
-    labels, K = None, 1
-    if is_labels:
+    else:
+        w = item_weights(a, tokens, reduction, cu_seqlens, num_items)
+    K = a.shape[-1] if a.dim() == x.dim() else 1
+    labels = None
+    if ignore_index is not None:
         known = (0 <= target) & (target < v.size)
-        K = target.shape[-1] if several else 1
         check_values((w != 0) & ~known, lambda i: f"label {target.flatten()[i].item()} at token "
                      f"{i // K} must be in [0, {v.size}) or ignored")
         w = torch.where((w != 0) & ~known, NAN, w)
-        labels = torch.where(known, target, 0).long().reshape(N, K)
-    return v, labels, w.to(math_dtype(x.dtype)).reshape(N, K)
+        labels = torch.where(known, target, 0).long().reshape(tokens.numel(), K)
+    return labels, w.to(math_dtype(x.dtype)).reshape(tokens.numel(), K)
+
+
+def checked_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_group=None,
+                 **options):
+    """check_call and call_items -> Vocabulary, labels, w; with an error of any rank on all."""
+    def check():
+        v = check_call(x, target, loss_mask, head, teacher_head, vocab_group=vocab_group, **options)
+        return (v, *call_items(x, target, loss_mask, v, **options))
+    return check() if vocab_group is None else on_every_rank(vocab_group, check)
 
 
 def autocast_dtype(x: Tensor) -> Optional[torch.dtype]:
@@ -638,10 +660,10 @@ def masked_cross_entropy(
     """
     options = dict(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
                    temperature=temperature)
-    v, labels, w = on_every_rank(vocab_group, lambda: checked_call(
+    v, labels, w = checked_call(
         logits, target, loss_mask, ignore_index=ignore_index, reduction=reduction,
         cu_seqlens=cu_seqlens, num_items=num_items, vocab_size=vocab_size, vocab_group=vocab_group,
-        **options))
+        **options)
     rows = whole_rows(logits.reshape(len(w), logits.shape[-1]), v)
     return reduced(label_losses(rows, labels, w, **options), reduction, target.shape)
 
@@ -664,9 +686,9 @@ def masked_cross_entropy_from_distribution(
     """
     options = dict(target_format=target_format, divergence=divergence, softcap=softcap,
                    temperature=temperature)
-    v, _, w = on_every_rank(vocab_group, lambda: checked_call(
+    v, _, w = checked_call(
         logits, target, loss_mask, reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items,
-        vocab_size=vocab_size, vocab_group=vocab_group, **options))
+        vocab_size=vocab_size, vocab_group=vocab_group, **options)
     rows, target = (whole_rows(x.reshape(len(w), x.shape[-1]), v) for x in (logits, target.detach()))
     losses = distribution_losses(rows, target, w, **options)
     return reduced(losses, reduction, logits.shape[:-1])
@@ -685,9 +707,9 @@ def masked_log_probs(
     [0.6931471824645996]
     """
     options = dict(softcap=softcap, temperature=temperature)
-    v, labels, w = on_every_rank(vocab_group, lambda: checked_call(
+    v, labels, w = checked_call(
         logits, target, loss_mask, ignore_index=ignore_index, vocab_size=vocab_size,
-        vocab_group=vocab_group, **options))
+        vocab_group=vocab_group, **options)
     rows = whole_rows(logits.reshape(len(w), logits.shape[-1]), v)
     log_prob, *others = log_probs(rows, labels, w, **options)
     return LogProbs(log_prob.view(target.shape), *(x.view(logits.shape[:-1]) for x in others))
@@ -719,14 +741,15 @@ def masked_linear_cross_entropy(
     options = dict(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
                    temperature=temperature)
     chunking = dict(chunk_size=chunk_size, skip=skip, max_kept=max_kept)
-    v, labels, w = on_every_rank(vocab_group, lambda: checked_call(
+    v, labels, w = checked_call(
         hidden, target, loss_mask, (linear_weight, linear_bias), ignore_index=ignore_index,
         reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items, vocab_size=vocab_size,
-        vocab_group=vocab_group, logits_dtype=logits_dtype, **options, **chunking))
+        vocab_group=vocab_group, logits_dtype=logits_dtype, **options, **chunking)
     logits = head_logits(linear_weight, linear_bias, v, logits_dtype)
     (losses,) = in_chunks(
         lambda w, rows, labels: [label_losses(logits(rows), labels, w, **options)],
-        w, hidden_rows(hidden, v), labels, vocabulary=v.size, recompute=recompute, **chunking)
+        w, hidden_rows(hidden, v), labels, columns=v.size, group=v.group, recompute=recompute,
+        **chunking)
     return reduced(losses, reduction, target.shape)
 
 
@@ -749,14 +772,15 @@ def masked_linear_log_probs(
     """
     options = dict(softcap=softcap, temperature=temperature)
     chunking = dict(chunk_size=chunk_size, skip=skip, max_kept=max_kept)
-    v, labels, w = on_every_rank(vocab_group, lambda: checked_call(
+    v, labels, w = checked_call(
         hidden, target, loss_mask, (linear_weight, linear_bias), ignore_index=ignore_index,
         vocab_size=vocab_size, vocab_group=vocab_group, logits_dtype=logits_dtype, **options,
-        **chunking))
+        **chunking)
     logits = head_logits(linear_weight, linear_bias, v, logits_dtype)
     log_prob, *others = in_chunks(
         lambda w, rows, labels: log_probs(logits(rows), labels, w, **options),
-        w, hidden_rows(hidden, v), labels, vocabulary=v.size, recompute=recompute, **chunking)
+        w, hidden_rows(hidden, v), labels, columns=v.size, group=v.group, recompute=recompute,
+        **chunking)
     return LogProbs(log_prob.view(target.shape), *(x.view(hidden.shape[:-1]) for x in others))
 
 
@@ -790,5 +814,5 @@ def masked_linear_distillation(
     (losses,) = in_chunks(
         lambda w, rows, others: [distribution_losses(student(rows), teacher(others), w, **options)],
         w, hidden_rows(hidden, v), hidden_rows(teacher_hidden.detach(), v),
-        vocabulary=2 * v.size, recompute=recompute, **chunking)
+        columns=2 * v.size, recompute=recompute, **chunking)
     return reduced(losses, reduction, hidden.shape[:-1])
