@@ -309,19 +309,28 @@ def chunk_rows(n: int, limit: int) -> int:
     return max(-(-n // chunks), 1)
 
 
+def kept_first(keep: Tensor) -> Tensor:
+    """The rows in another order: those to keep first, and in order. No sync, a fixed shape."""
+    return (~keep).byte().argsort(stable=True)
+
+
+def whole_chunks(keep: Tensor, size: int) -> Tensor:
+    """True for every row of a chunk of `size` rows in which one is kept."""
+    chunks = F.pad(keep, (0, -len(keep) % size)).view(-1, size)
+    return chunks.any(1).repeat_interleave(size)[: len(keep)]
+
+
 def kept_rows(w: Tensor, skip: str, size: int, max_kept=None) -> Optional[Tensor]:
-    """The rows to compute, in order, (n,) int64; None for all of them. size: rows in a chunk."""
+    """The rows to compute, (n,) int64; None for all of them. size: rows in a chunk."""
     keep = (w != 0).any(1)
     if skip == "none" or keep.is_meta or hasattr(keep, "fake_mode"):  # these hold no values
         return None
-    if max_kept is not None:  # a fixed number: the kept ones first, then some of weight 0
-        return (~keep).byte().argsort(stable=True)[: max(max_kept, 1)]
-    if skip == "chunks":  # every row of a chunk that keeps one
-        chunks = F.pad(keep, (0, -len(keep) % size)).view(-1, size)
-        keep = chunks.any(1).repeat_interleave(size)[: len(keep)]
+    if max_kept is not None:  # the surplus has weight 0
+        return kept_first(keep)[: max(max_kept, 1)]
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=f"skip={skip!r} reads how many rows are kept. For one full "
                                       "graph give max_kept, or skip='none'")
+    keep = whole_chunks(keep, size) if skip == "chunks" else keep
     return keep.nonzero()[:, 0]  # the one host sync
 
 

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Masked cross-entropy on Triton kernels: masked_ce.py's names, signatures and meaning, faster.
-
-Copy this file beside masked_ce.py and change one import line. Validation, weights, reductions and
-the chunk loop are masked_ce's; here are its two row functions as kernels, and the custom ops that
-make torch.compile(fullgraph=True) work. Symbols (z, m, s, q, t, tm, ts, x) are masked_ce's.
-B in the kernels' heads is the size in bytes of N*V logits, or of as many target values.
-Needs a GPU; CPU tensors run where TRITON_INTERPRET=1 was set before anything imported triton.
 """
-from types import SimpleNamespace
+import functools
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 
@@ -22,15 +17,70 @@ try:
 except ImportError:
     import masked_ce as reference
 
-shift_labels, token_weights, count_items = (
-    reference.shift_labels, reference.token_weights, reference.count_items)
+__all__ = list(reference.__all__)
+shift_labels, token_weights, count_items, LogProbs = (
+    reference.shift_labels, reference.token_weights, reference.count_items, reference.LogProbs)
 
-INF = tl.constexpr(float("inf"))
+INF, NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for. Words, ints and bools: Triton's hooks write it out as JSON."""
+
+    kind: str
+    divergence: str
+    lanes: int  # labels a row, rounded up to a power of 2; 0 for a distribution
+    x: str  # the sum x runs over "p", over "q", or is not needed: ""
+    smoothed: bool  # and the other numbers of a Loss: is it used?
+    z_loss: bool
+    softcap: bool
+    teacher_softcap: bool
+    temperature: bool
+    upstream: bool = False  # is there an upstream gradient of the items?
+    entropy: bool = False  # is there one of the entropy?
+
+
+class Loss(NamedTuple):
+    """What is computed of each row."""
+
+    kind: str = "labels"  # or "log_probs"; or a distribution: "probabilities", a teacher's "logits"
+    divergence: str = "cross_entropy"  # or of a distribution "forward_kl", "reverse_kl"
+    label_smoothing: Optional[float] = None
+    z_loss: Optional[float] = None
+    softcap: Optional[float] = None
+    teacher_softcap: Optional[float] = None
+    temperature: Optional[float] = None
+    vocab_size: int = 0  # columns that take part, over all shards; those after it are padding
+
+    def form(self, K: int, upstream=False, entropy=False) -> Form:
+        labels = self.kind in ("labels", "log_probs")
+        if self.kind == "log_probs" or self.divergence == "reverse_kl":
+            x = "p"
+        else:
+            x = "" if labels and not self.label_smoothing else "q"
+        return Form(self.kind, self.divergence, triton.next_power_of_2(K) if labels else 0, x,
+                    bool(self.label_smoothing), bool(self.z_loss), self.softcap is not None,
+                    self.teacher_softcap is not None, self.temperature not in (None, 1), upstream,
+                    entropy)
+
+    def numbers(self):
+        """The kernels' float64 arguments: a change of them compiles nothing."""
+        return (float(self.softcap or 1), float(self.teacher_softcap or 1),
+                1.0 / (self.temperature or 1), float(self.label_smoothing or 0),
+                float(self.z_loss or 0))
 
 
 # ------------------------------------------------------------------------------- device functions
 @triton.jit
-def _finite(m):  # see masked_ce._finite
+def _numbers(softcap, teacher_softcap, scale, smoothing, z_loss, ACC: tl.constexpr):
+    """A Loss's numbers in the accumulator's type. (The interpreter has Python floats here.)"""
+    return (tl.full([], softcap, ACC), tl.full([], teacher_softcap, ACC), tl.full([], scale, ACC),
+            tl.full([], smoothing, ACC), tl.full([], z_loss, ACC))
+
+
+@triton.jit
+def _finite(m):
+    """A maximum to subtract: -inf - -inf is NaN, exp(-inf - 0) is the 0 that is meant."""
     return tl.where(m == -INF, 0.0, m)
 
 
@@ -52,133 +102,302 @@ def _tanh(x):
 
 
 @triton.jit
-def _transformed(z, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
-    if SOFTCAP > 0.0:
-        z = SOFTCAP * _tanh(z / SOFTCAP)
-    if TEMPERATURE != 1.0:
-        z = z / TEMPERATURE
+def _transformed(logit, softcap, scale, SOFTCAP: tl.constexpr, TEMPERATURE: tl.constexpr):
+    """z. Products with 1 / softcap and scale = 1 / temperature: no division for each column."""
+    z = logit
+    if SOFTCAP:
+        z = softcap * _tanh(z * (1.0 / softcap))
+    if TEMPERATURE:
+        z = z * scale
     return z
 
 
 @triton.jit
-def _load(row, columns, V, MASKED: tl.constexpr, ACC: tl.constexpr, SOFTCAP: tl.constexpr,
-          TEMPERATURE: tl.constexpr, EVICT: tl.constexpr):
-    """z. Lanes past the end become -inf after softcap, which would make them -softcap."""
-    z = tl.load(row + columns, mask=columns < V if MASKED else None, eviction_policy=EVICT)
-    z = _transformed(z.to(ACC), SOFTCAP, TEMPERATURE)
-    return tl.where(columns < V, z, -INF) if MASKED else z
+def _load(pointer, columns, V, MASKED: tl.constexpr, ACC: tl.constexpr, EVICT: tl.constexpr):
+    return tl.load(pointer + columns, mask=columns < V if MASKED else None,
+                   eviction_policy=EVICT).to(ACC)
 
 
 @triton.jit
-def _column(target, first, V):
-    """The label's column among those held here, or -1; in 32 bits, for every column meets it."""
-    column = tl.load(target).to(tl.int64) - first
-    return tl.where((column >= 0) & (column < V), column, -1).to(tl.int32)
-
-
-@triton.jit
-def _target(row, columns, MASKED: tl.constexpr, ACC: tl.constexpr, O: tl.constexpr,
-            EVICT: tl.constexpr):
-    """Teacher logits t, or q: probabilities, or a label's one-hot ones, smoothed."""
-    _, target, column, V, vocab_size = row
-    if O.target_format == "logits":
-        t = _load(target, columns, V, MASKED, ACC, O.teacher_softcap, O.temperature, EVICT)
-    elif O.target_format == "probabilities":
-        # + 0.0: on the sum of a bare load, Triton 3.6's OptimizeThreadLocality pass fails.
-        t = tl.load(target + columns, mask=columns < V, other=0.0, eviction_policy=EVICT)
-        t = t.to(ACC) + 0.0
-    else:  # the constants meet a tensor of type ACC, or they would be float32
-        each = tl.full([], O.label_smoothing, ACC) / vocab_size
-        t = tl.where(columns == column, 1.0, 0.0).to(ACC) * (1.0 - O.label_smoothing) + each
-        t = tl.where(columns < V, t, 0.0)
+def _load_target(row, columns, MASKED: tl.constexpr, ACC: tl.constexpr, O: tl.constexpr,
+                 EVICT: tl.constexpr):
+    """A distribution's block: a teacher's t, or q, or with label smoothing a 1 for each column."""
+    _, target, V, _, numbers = row
+    if O.kind == "logits":
+        t = _load(target, columns, V, MASKED, ACC, EVICT)
+        t = _transformed(t, numbers[1], numbers[2], O.teacher_softcap, O.temperature)
+        t = tl.where(columns < V, t, -INF) if MASKED else t
+    elif O.kind == "probabilities":
+        t = tl.load(target + columns, mask=columns < V, other=0.0, eviction_policy=EVICT).to(ACC)
+        # Also: on the sum of a bare load Triton 3.6's OptimizeThreadLocality pass fails.
+        t = tl.where(t < 0, NAN, t)
+    else:
+        t = tl.where(columns < V, 1.0, 0.0).to(ACC)
     return t
 
 
 @triton.jit
-def _moved(state, new_m, new_tm, O: tl.constexpr):
-    """State relative to the maxima m, tm -> relative to new_m, new_tm (see masked_ce.merge)."""
-    TEACHER: tl.constexpr = O.target_format == "logits"
-    x, m, s, tm, ts = state
+def _rebased(state, new_m, new_tm, O: tl.constexpr):
+    """The sums s, x, ts of a state, which are relative to its maxima m and tm, as they are relative
+    to larger ones. With dm = m - new_m <= 0, dt = tm - new_tm <= 0:
+
+        s   sum e^(z - m)                          times e^dm
+        ts  sum q, of a teacher q = e^(t - tm)     times e^dt
+        x   over p: sum e^(z - m) (z - m - log q)  each bracket grows by dm - dt, all times e^dm
+            over q: sum q (log q - (z - m))        each bracket grows by dt - dm, all times e^dt
+
+    (log q is left out where the divergence has none.) Nothing moves where nothing has been summed:
+    there dm or dt is -inf, and 0 * inf would be NaN.
+    """
+    m, s, x, tm, ts = state
+    TEACHER: tl.constexpr = O.kind == "logits"
     dm = m - _finite(new_m)
-    scale = _exp(dm)
-    if O.target_format != "labels" or O.label_smoothing > 0.0:
-        t_scale = _exp(tm - _finite(new_tm)) if TEACHER else 1.0
-        shift = -_finite(dm)
+    m_scale = _exp(dm)
+    if O.x != "":
+        dt = tm - _finite(new_tm) if TEACHER else 0.0
+        t_scale = _exp(dt) if TEACHER else 1.0
+        growth = _finite(dm)
         if TEACHER and O.divergence != "cross_entropy":
-            shift += _finite(tm - _finite(new_tm))
-        if O.divergence == "reverse_kl":
-            x = tl.where(scale > 0, (x - tl.where(s != 0, s * shift, 0.0)) * scale, 0.0)
+            growth -= _finite(dt)
+        if O.x == "p":
+            x = tl.where(m_scale > 0, (x + tl.where(s != 0, s * growth, 0.0)) * m_scale, 0.0)
         else:
-            x = (x + tl.where(ts != 0, ts * shift, 0.0)) * t_scale
+            x = (x - tl.where(ts != 0, ts * growth, 0.0)) * t_scale
             x = tl.where(t_scale > 0, x, 0.0) if TEACHER else x
         ts = ts * t_scale
-    return x, s * scale, ts
+    return s * m_scale, x, ts
 
 
 @triton.jit
 def _statistics_block(row, columns, state, MASKED: tl.constexpr, O: tl.constexpr,
                       EVICT: tl.constexpr):
     """The running state, (lanes,) each, after one more block of columns (lanes, VECTOR)."""
-    DISTRIBUTION: tl.constexpr = O.target_format != "labels" or O.label_smoothing > 0.0
-    logits, _, _, V, _ = row
-    _, m, _, new_tm, _ = state
-    ACC: tl.constexpr = m.dtype
-    z = _load(logits, columns, V, MASKED, ACC, O.softcap, O.temperature, EVICT)
-    new_m = tl.maximum(m, tl.max(z, 1))
-    if DISTRIBUTION:
-        t = _target(row, columns, MASKED, ACC, O, EVICT)
-        if O.target_format == "logits":
+    logits, _, V, _, numbers = row
+    new_m, new_tm = state[0], state[3]
+    ACC: tl.constexpr = new_m.dtype
+    TARGET: tl.constexpr = O.x != "" and O.kind != "log_probs"
+    z = _load(logits, columns, V, MASKED, ACC, EVICT)
+    z = _transformed(z, numbers[0], numbers[2], O.softcap, O.temperature)
+    z = tl.where(columns < V, z, -INF) if MASKED else z  # after softcap, which makes -inf finite
+    new_m = tl.maximum(new_m, tl.max(z, 1))
+    if TARGET:
+        t = _load_target(row, columns, MASKED, ACC, O, EVICT)
+        if O.kind == "logits":
             new_tm = tl.maximum(new_tm, tl.max(t, 1))
-    x, s, ts = _moved(state, new_m, new_tm, O)
+    s, x, ts = _rebased(state, new_m, new_tm, O)
     below = z - _finite(new_m)[:, None]
     e = _exp(below)
     s += tl.sum(e, 1)
-    if DISTRIBUTION:
-        if O.target_format == "logits":
+    term = below  # x sums it where e, or minus it where q is not 0: 0 * inf is 0
+    if TARGET:
+        if O.kind == "logits":
             log_q = t - _finite(new_tm)[:, None]
             q = _exp(log_q)
         else:
             q = t
             log_q = tl.log(t) if O.divergence != "cross_entropy" else t
         ts += tl.sum(q, 1)
-        if O.divergence == "reverse_kl":
-            x += tl.sum(tl.where(e != 0, e * (below - log_q), 0.0), 1)
-        elif O.divergence == "forward_kl":
-            x += tl.sum(tl.where(q != 0, q * (log_q - below), 0.0), 1)
-        else:
-            x += tl.sum(tl.where(q != 0, -q * below, 0.0), 1)
-    return x, new_m, s, new_tm, ts
+        term = below - log_q if O.divergence != "cross_entropy" else below
+        if O.x == "q":
+            x += tl.sum(tl.where(q != 0, -q * term, 0.0), 1)
+    if O.x == "p":
+        x += tl.sum(tl.where(e != 0, e * term, 0.0), 1)
+    return new_m, s, x, new_tm, ts
 
 
 @triton.jit
-def _gradient_block(row, out, columns, c, state, MASKED: tl.constexpr, O: tl.constexpr):
-    """Stores c * dl/dlogits of some columns, rounded here and nowhere before."""
-    logits, _, column, V, _ = row
-    x, m, s, tm, ts = state
-    logit = _load(logits, columns, V, MASKED, m.dtype, 0.0, 1.0, "evict_first")
-    z = _transformed(logit, O.softcap, O.temperature)
+def _finished(state, O: tl.constexpr):
+    """What becomes of x when a row is complete. log_probs: the entropy; a distribution: the loss;
+    with label smoothing: the mean of m - z over the vocabulary."""
+    _, s, x, _, ts = state
+    log_s = tl.log(s)
+    if O.kind == "labels":
+        x = x / ts if O.smoothed else x
+    elif O.kind == "log_probs":
+        x = log_s - x / s
+    elif O.divergence == "reverse_kl":
+        # A negative probability made ts NaN, and log q where p is not 0.
+        x = x / s - log_s + (tl.log(ts) if O.kind == "logits" else ts * 0.0)
+    elif O.kind == "probabilities":
+        x = x + log_s * ts
+    else:
+        x = x / ts + log_s - (tl.log(ts) if O.divergence == "forward_kl" else 0.0)
+    if O.kind == "logits" and O.divergence != "cross_entropy":
+        x = tl.where(x < 0, 0.0, x)  # rounding; tl.maximum would turn NaN into 0
+    return x
+
+
+@triton.jit
+def _item(z, w, state, numbers, O: tl.constexpr):
+    """w * l, or w * log p, of items whose label has the logit z; 0 where w is. Its x is finished."""
+    m, s, x, _, _ = state
+    _, _, _, smoothing, z_loss = numbers
+    log_s = tl.log(s)
+    if O.kind == "labels":
+        item = log_s + (m - z)
+        if O.smoothed:  # eps / V sum (lse - z) = eps (log s + mean (m - z))
+            item = log_s + (m - z) * (1.0 - smoothing) + smoothing * x
+        if O.z_loss:
+            item += z_loss * (m + log_s) * (m + log_s)
+    elif O.kind == "log_probs":
+        item = (z - m) - log_s
+    else:
+        item = x
+    return tl.where(w != 0, w * item, 0.0)
+
+
+@triton.jit
+def _sum(x, O: tl.constexpr):  # over a row's labels, which are a scalar where there is one
+    return tl.sum(x, 0) if O.lanes > 1 else x
+
+
+@triton.jit
+def _store_row(state, z, w, stats, items, N, k, K, numbers, O: tl.constexpr,
+               PARTIAL: tl.constexpr):
+    """Stores a row's statistics and its items, whose labels have the logits z -> its final state."""
+    m, s, x, tm, ts = state
+    ACC: tl.constexpr = w.dtype
+    if PARTIAL:
+        tl.store(stats + (5 + k) * N, z, mask=k < K)
+    else:
+        x = _finished(state, O)
+        if O.kind == "log_probs":
+            there, total = _sum(tl.where(w != 0, 1, 0), O) > 0, _sum(w, O)
+            x = tl.where(there, tl.where(total == total, x, total), 0.0)  # NaN where a weight is
+            first = tl.where((z == m) & (w != 0) & (k == 0), 1.0, 0.0).to(ACC)
+            ts = _sum(first, O)  # is it correct?
+        item = _item(z, w, (m, s, x, tm, ts), numbers, O)
+        tl.store(items + k, item.to(ACC), mask=k < K)
+    state = (m.to(ACC), s.to(ACC), x.to(ACC), tm.to(ACC), ts.to(ACC))
+    for i in tl.static_range(5):
+        tl.store(stats + i * N, state[i])
+    return state
+
+
+@triton.jit
+def _load_state(stats, N):
+    return (tl.load(stats), tl.load(stats + N), tl.load(stats + 2 * N), tl.load(stats + 3 * N),
+            tl.load(stats + 4 * N))
+
+
+@triton.jit
+def _label_columns(target, first, V, k, K):
+    """The columns of labels k among the V held here, or -1; 32 bits, for every column meets it."""
+    column = tl.load(target + k, mask=k < K, other=-1).to(tl.int64) - first
+    return tl.where((column >= 0) & (column < V), column, -1).to(tl.int32)
+
+
+@triton.jit
+def _coefficients(items, k, K, numbers, O: tl.constexpr):
+    """c_k = w_k * upstream_k / temperature, 0 where w_k is; log_probs sum -l, so there -c_k."""
+    w_ptr, upstream_ptr, stride = items
+    w = tl.load(w_ptr + k, mask=k < K, other=0.0)
+    c = w
+    if O.upstream:
+        c = w * tl.load(upstream_ptr + k * stride, mask=k < K, other=0.0).to(w.dtype)
+    elif O.kind == "log_probs":
+        c = w * 0.0  # NaN where the weight is
+    c = tl.where(w != 0, c, 0.0)
+    c = c * numbers[2] if O.temperature else c
+    return -c if O.kind == "log_probs" else c
+
+
+@triton.jit
+def _label_terms(total, own, v, state, numbers, O: tl.constexpr):
+    """A, B, C, S of _gradient_kernel's head. total: the sum of all c_k, own: of a column's."""
+    m, s, _, _, ts = state
+    _, _, _, smoothing, z_loss = numbers
+    A, B, S = total, own, total
+    if O.z_loss:
+        A = total * (1.0 + 2.0 * z_loss * (m + tl.log(s)))
+    if O.smoothed:
+        B, S = own * (1.0 - smoothing), total * (smoothing / ts)
+    return A, B, v, S
+
+
+@triton.jit
+def _label_gradient(z, at_label, terms, state, EQUAL: tl.constexpr, O: tl.constexpr):
+    """p (A - C (log p + entropy)) - S, minus B where at_label. EQUAL: B = A."""
+    A, B, C, S = terms
+    m, s, entropy, _, _ = state
     below = z - m
     p = _exp(below) * (1.0 / s)
-    if O.target_format == "labels":
-        grad = p * (1.0 + 2.0 * O.z_loss * (m + tl.log(s))) if O.z_loss > 0.0 else p
-        if O.label_smoothing > 0.0:
-            grad -= _target(row, columns, MASKED, m.dtype, O, "")
-        else:
-            grad = tl.where(columns == column, grad - 1.0, grad)
+    if at_label is None:
+        grad = p * A
+    elif EQUAL:
+        grad = tl.where(at_label, p - 1.0, p) * A  # p - 1 first: where p is near 1 nothing is lost
     else:
-        t = _target(row, columns, MASKED, m.dtype, O, "evict_first")
-        TEACHER: tl.constexpr = O.target_format == "logits"
-        if O.divergence == "reverse_kl":
-            log_q = (t - tm) - tl.log(ts) if TEACHER else tl.log(t)
-            grad = tl.where(p != 0, p * (below - log_q - (tl.log(s) + x)), 0.0)
-        else:
-            grad = p - _exp(t - tm) * (1.0 / ts) if TEACHER else p * ts - t
-    if O.softcap > 0.0:
-        e = _exp(-2.0 * tl.abs(logit / O.softcap))  # 1 - tanh^2, from tanh, would cancel near 1
-        grad *= 4.0 * e / ((1.0 + e) * (1.0 + e))
-    grad = (grad * (c / O.temperature)).to(out.dtype.element_ty)
-    tl.store(out + columns, grad, mask=columns < V if MASKED else None,
+        grad = tl.where(at_label, (p - 1.0) * B + p * (A - B), p * A)
+    if O.smoothed:
+        grad -= S
+    if O.entropy:
+        grad -= tl.where(p != 0, p * (below - tl.log(s) + entropy), 0.0) * C
+    return grad
+
+
+@triton.jit
+def _distribution_gradient(row, columns, z, c, state, MASKED: tl.constexpr, O: tl.constexpr):
+    m, s, loss, tm, ts = state
+    TEACHER: tl.constexpr = O.kind == "logits"
+    below = z - m
+    p = _exp(below) * (1.0 / s)
+    t = _load_target(row, columns, MASKED, m.dtype, O, "evict_first")
+    if O.divergence == "reverse_kl":
+        log_q = (t - tm) - tl.log(ts) if TEACHER else tl.log(t)
+        grad = tl.where(p != 0, p * (below - log_q - (tl.log(s) + loss)), 0.0)
+    else:
+        grad = p - _exp(t - tm) * (1.0 / ts) if TEACHER else p * ts - t
+    return grad * c
+
+
+@triton.jit
+def _through_softcap(grad, logit, softcap):
+    e = _exp(-2.0 * tl.abs(logit * (1.0 / softcap)))  # 1 - tanh^2, from tanh, would cancel near 1
+    return grad * (4.0 * e / ((1.0 + e) * (1.0 + e)))
+
+
+@triton.jit
+def _gradient_block(row, out, columns, column, terms, state, MASKED: tl.constexpr,
+                    O: tl.constexpr):
+    """Stores the gradient of some columns, rounded here and nowhere before; 0 from column V on.
+    Of a row with several labels it leaves out B: see _gradient_at_labels."""
+    logits, _, V, width, numbers = row
+    logit = _load(logits, columns, V, MASKED, state[0].dtype, "evict_first")
+    z = _transformed(logit, numbers[0], numbers[2], O.softcap, O.temperature)
+    if O.lanes > 1:
+        grad = _label_gradient(z, None, terms, state, False, O)
+    elif O.lanes == 1:
+        grad = _label_gradient(z, columns == column, terms, state, not (O.z_loss or O.smoothed), O)
+    else:
+        grad = _distribution_gradient(row, columns, z, terms[0], state, MASKED, O)
+    if O.softcap:
+        grad = _through_softcap(grad, logit, numbers[0])
+    grad = tl.where(columns < V, grad, 0.0) if MASKED else grad
+    tl.store(out + columns, grad.to(out.dtype.element_ty), mask=columns < width if MASKED else None,
              eviction_policy="evict_first")
+
+
+@triton.jit
+def _gradient_at_labels(row, items, first, K, v, state, O: tl.constexpr):
+    """-> the columns of a row's several labels and the gradient there. It reads their logits, so
+    before these are overwritten. Labels that name one column all get the same number."""
+    logits, target, V, _, numbers = row
+    ACC: tl.constexpr = state[0].dtype
+    SOME: tl.constexpr = 16 if O.lanes > 16 else O.lanes  # all pairs would fill the registers
+    column = _label_columns(target, first, V, tl.arange(0, O.lanes), K)
+    own, others = tl.zeros([O.lanes], ACC), tl.zeros([O.lanes], ACC)
+    for start in range(0, O.lanes, SOME):
+        some = start + tl.arange(0, SOME)
+        same = column[:, None] == _label_columns(target, first, V, some, K)[None, :]
+        c = _coefficients(items, some, K, numbers, O)[None, :]
+        own += tl.sum(tl.where(same, c, 0.0), 1)
+        others += tl.sum(tl.where(same, 0.0, c), 1)
+    logit = tl.load(logits + column, mask=column >= 0, other=0.0).to(ACC)
+    z = _transformed(logit, numbers[0], numbers[2], O.softcap, O.temperature)
+    terms = _label_terms(own + others, own, v, state, numbers, O)
+    grad = _label_gradient(z, column >= 0, terms, state, False, O)
+    grad = _through_softcap(grad, logit, numbers[0]) if O.softcap else grad
+    return column, grad
 
 
 @triton.jit
@@ -189,122 +408,185 @@ def _store_zeros(out, V, BLOCK: tl.constexpr):
         tl.store(out + columns, zero, mask=columns < V, eviction_policy="evict_first")
 
 
-# ------------------------------------------------------------ kernels; O is a masked_ce.Options
+# ------------------------------------------------------------------------ kernels; O is a Form
 @triton.jit
 def _statistics_kernel(
-    logits_ptr, target_ptr, w_ptr,  # (N, V), (N, V) or (N,), (N,)
-    stats_ptr, out_ptr,  # (6, N): five statistics and w * loss, (N, V) which may be the logits
-    logits_stride, target_stride, out_stride, V, first, vocab_size, O: tl.constexpr,
-    PARTIAL: tl.constexpr, GRADIENT: tl.constexpr, ZEROED: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, target_ptr, w_ptr,  # (N, width), (N, V) or labels (N, K), (N, K)
+    stats_ptr, items_ptr, out_ptr,  # (5, N), (N, K), (N, width), which may be the logits
+    logits_stride, target_stride, out_stride, V, width, first, K,
+    softcap: tl.float64, teacher_softcap: tl.float64, scale: tl.float64, smoothing: tl.float64,
+    z_loss: tl.float64, O: tl.constexpr, PARTIAL: tl.constexpr, GRADIENT: tl.constexpr,
+    ZEROED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """w * loss and the statistics of a row, online (Milakov and Gimelshein, arXiv 1805.02867), and
+    """A row's statistics and items w * l, online (Milakov and Gimelshein, arXiv 1805.02867), and
     with GRADIENT w * dl/dlogits after them.
 
-    Grid (N,), a program a row. One pass: reads B, with a distribution 2B, and writes 6 numbers a
-    row. The running maxima and sums are vectors, a lane for each VECTOR columns that a thread loads
-    at once, so that the loop needs no reduction across threads. GRADIENT, a second pass, in blocks
-    of so many columns from the row's end: reads them again and writes B, in all 3B, with a
-    distribution 5B; but what was read last is still in the L2 cache, where a pass from the start
-    would find each block just evicted. Of a row of weight 0 it reads the weight alone, and writes
-    zeros (ZEROED: out has them). PARTIAL: the columns are a shard, and masked_ce finishes.
+    Grid (N,), a program a row. One pass: reads B, with a distribution 2B, and writes 5 + K numbers
+    a row. Column j belongs to lane j // VECTOR of its block, VECTOR being the columns that a thread
+    loads at once, and each lane has a running state of its own:
+
+        lane      0       1     ...                          state, (lanes,) each
+        block 0   z z z z z z z z ...  one tile (lanes,      m_0 s_0  m_1 s_1 ...
+        block 1   z z z z z z z z ...  VECTOR) an iteration  rebased on new maxima, added to
+
+    so that the loop needs no reduction across threads; after it the lanes are merged.
+    GRADIENT, a second pass, in blocks of so many columns, from the row's end: what was read last is
+    still in the L2 cache, where a pass from the start would find each block just evicted. It reads
+    the same again and writes B, in all 3B, with a distribution 5B.
+    Of a row without weight it reads the weights alone, and writes zeros (ZEROED: out has them).
+    PARTIAL: the columns are a shard, from vocabulary column `first` on. x is not finished, and rows
+    5 to 5 + K of stats get the labels' z, or -inf where the label is not here: see _merge_kernel.
     """
     ACC: tl.constexpr = w_ptr.dtype.element_ty
     VECTOR: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes
-    LABELS: tl.constexpr = O.target_format == "labels"
-    TEACHER: tl.constexpr = O.target_format == "logits"
+    TEACHER: tl.constexpr = O.kind == "logits"
     N, at = tl.num_programs(0), tl.program_id(0).to(tl.int64)
-    w = tl.load(w_ptr + at)
-    logits_ptr += at * logits_stride
-    target_ptr += at * target_stride
-    out_ptr += at * out_stride
-    if w == 0:
-        for k in tl.static_range(6):
-            tl.store(stats_ptr + k * N + at, w)
+    numbers = _numbers(softcap, teacher_softcap, scale, smoothing, z_loss, ACC)
+    row = (logits_ptr + at * logits_stride, target_ptr + at * target_stride, V, width, numbers)
+    stats_ptr, items_ptr, out_ptr = stats_ptr + at, items_ptr + at * K, out_ptr + at * out_stride
+    items = (w_ptr + at * K, w_ptr, 0)  # without upstream gradients
+    k = tl.arange(0, O.lanes) if O.lanes > 1 else 0
+    w = tl.load(items[0] + k, mask=k < K, other=0.0)
+    if _sum(tl.where(w != 0, 1, 0), O) == 0:
+        none = tl.zeros([], ACC)
+        _store_row((none, none, none, none, none), w, w, stats_ptr, items_ptr, N, k, K, numbers, O,
+                   PARTIAL)
         if GRADIENT and not ZEROED:
-            _store_zeros(out_ptr, V, BLOCK)
+            _store_zeros(out_ptr, width, BLOCK)
         return
-    column = _column(target_ptr, first, V) if LABELS else -1
-    row = (logits_ptr, target_ptr, column, V, vocab_size)
     zero, lowest = tl.zeros([BLOCK // VECTOR], ACC), tl.full([BLOCK // VECTOR], -INF, ACC)
-    state = (zero, lowest, zero, lowest if TEACHER else zero, zero)
+    state = (lowest, zero, zero, lowest if TEACHER else zero, zero)
     tile = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     whole = V // BLOCK * BLOCK  # up to here no column needs a mask
     EVICT: tl.constexpr = "evict_last" if GRADIENT else ""
-    STAGES: tl.constexpr = 1 if LABELS else 3  # two streams of loads gain by it, one loses
+    STAGES: tl.constexpr = 1 if O.lanes > 0 else 3  # two streams of loads gain by it, one loses
     for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
         state = _statistics_block(row, start + tile, state, False, O, EVICT)
     if whole < V:
         state = _statistics_block(row, whole + tile, state, True, O, EVICT)
-    row_m, row_tm = tl.max(state[1], 0), tl.max(state[3], 0)
-    x, s, ts = _moved(state, row_m, row_tm, O)
+    m, tm = tl.max(state[0], 0), tl.max(state[3], 0)
+    s, x, ts = _rebased(state, m, tm, O)
     # Reverse KL is the small difference of x / s and log s.
     WIDE: tl.constexpr = tl.float64 if O.divergence == "reverse_kl" else ACC
-    x, s, ts = tl.sum(x.to(WIDE), 0), tl.sum(s.to(WIDE), 0), tl.sum(ts.to(WIDE), 0)
-    if LABELS and O.label_smoothing == 0.0:
-        z = tl.load(logits_ptr + column, mask=column >= 0, other=0.0).to(ACC)
-        x = tl.where(column >= 0, _finite(row_m) - _transformed(z, O.softcap, O.temperature), 0.0)
-        ts = tl.where(column >= 0, 1.0, 0.0).to(ACC)
-    if not PARTIAL:
-        mass = ts if O.target_format == "probabilities" else 1.0
-        if O.divergence == "reverse_kl":
-            x = x / s - tl.log(s)
-            x += tl.log(ts) if TEACHER else 0.0
-        else:
-            x = (x / ts if TEACHER else x) + tl.log(s) * mass
-            x -= tl.log(ts) if TEACHER and O.divergence == "forward_kl" else 0.0
-        if LABELS:
-            if O.z_loss > 0.0:
-                lse = row_m + tl.log(s)
-                x += O.z_loss * lse * lse
-            x = tl.where(column >= 0, x, float("nan"))
-            s = tl.where(column >= 0, s, float("nan"))  # takes it to the gradient
-        tl.store(stats_ptr + 5 * N + at, w * x)
-    final = (x.to(ACC), row_m, s.to(ACC), row_tm, ts.to(ACC))
-    for k in tl.static_range(5):
-        tl.store(stats_ptr + k * N + at, final[k])
+    state = (m, tl.sum(s.to(WIDE), 0), tl.sum(x.to(WIDE), 0), tm, tl.sum(ts.to(WIDE), 0))
+    column, z = -1, w
+    if O.lanes > 0:
+        column = _label_columns(row[1], first, V, k, K)
+        z = tl.load(row[0] + column, mask=column >= 0, other=0.0).to(ACC)
+        z = _transformed(z, numbers[0], numbers[2], O.softcap, O.temperature)
+        z = tl.where(column >= 0, z, -INF)
+    state = _store_row(state, z, w, stats_ptr, items_ptr, N, k, K, numbers, O, PARTIAL)
     if GRADIENT:
-        tl.debug_barrier()  # in place: all have read the label's logit before it is overwritten
-        if whole < V:
-            _gradient_block(row, out_ptr, whole + tl.arange(0, BLOCK), w, final, True, O)
-        columns = tl.arange(0, GRADIENT)
+        c = _coefficients(items, k, K, numbers, O)
+        terms = _label_terms(_sum(c, O), c, 0.0, state, numbers, O)
+        if O.lanes > 1:
+            column, at_labels = _gradient_at_labels(row, items, first, K, 0.0, state, O)
+        tl.debug_barrier()  # in place: all have read the labels' logits before they are overwritten
+        for start in range(whole, width, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            _gradient_block(row, out_ptr, columns, column, terms, state, True, O)
         for start in range(0, whole, GRADIENT):
-            _gradient_block(row, out_ptr, whole - GRADIENT - start + columns, w, final, False, O)
+            columns = whole - GRADIENT - start + tl.arange(0, GRADIENT)
+            _gradient_block(row, out_ptr, columns, column, terms, state, False, O)
+        if O.lanes > 1:
+            tl.debug_barrier()  # another thread stored these columns
+            tl.store(out_ptr + column, at_labels.to(out_ptr.dtype.element_ty), mask=column >= 0)
 
 
 @triton.jit
 def _gradient_kernel(
-    logits_ptr, target_ptr, w_ptr, upstream_ptr, stats_ptr, out_ptr,
-    logits_stride, target_stride, upstream_stride, out_stride, V, first, vocab_size,
-    O: tl.constexpr, UPSTREAM: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, target_ptr, w_ptr, upstream_ptr, v_ptr,  # ..., (N, K), (N,): upstream gradients
+    stats_ptr, out_ptr,  # (5, N) of whole rows, (N, width), which may be the logits
+    logits_stride, target_stride, upstream_stride, item_stride, v_stride, out_stride,
+    V, width, first, K,
+    softcap: tl.float64, teacher_softcap: tl.float64, scale: tl.float64, smoothing: tl.float64,
+    z_loss: tl.float64, O: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """w * upstream * dl/dlogits of one block of a row.
+    """The gradient of one block of a row. With labels it is always
 
-    Grid (N * blocks,), blocks = cdiv(V, BLOCK); only the first dimension may pass 65535. One pass:
-    reads B, with a distribution 2B, and writes B; in all 2B or 3B. Of a row of weight 0 it reads
-    the weight alone, and writes zeros.
+            p (A - C (log p + entropy)) - S - sum_k B_k delta_k
+
+        labels      A = sum c_k (1 + 2 z_loss lse)   B_k = (1 - eps) c_k   S = sum c_k eps / V
+        log_probs   A = sum c_k   B_k = c_k   C = v, the entropy's upstream gradient
+
+    with c_k = w_k * upstream_k / temperature, of log_probs its negative (their l is -log p).
+
+    Grid (N * blocks,), blocks = cdiv(width, BLOCK); only the first dimension may pass 65535. One
+    pass: reads B, with a distribution 2B, and writes B; in all 2B or 3B. Of a row without weight it
+    reads the weights alone, and writes zeros. The columns may be a shard, from vocabulary column
+    `first` on.
     """
-    blocks = tl.cdiv(V, BLOCK)
-    N = tl.num_programs(0) // blocks
-    at = (tl.program_id(0) // blocks).to(tl.int64)
+    ACC: tl.constexpr = w_ptr.dtype.element_ty
+    blocks = tl.cdiv(width, BLOCK)
+    N, at = tl.num_programs(0) // blocks, (tl.program_id(0) // blocks).to(tl.int64)
     start = tl.program_id(0) % blocks * BLOCK
     columns = start + tl.arange(0, BLOCK)
+    numbers = _numbers(softcap, teacher_softcap, scale, smoothing, z_loss, ACC)
+    row = (logits_ptr + at * logits_stride, target_ptr + at * target_stride, V, width, numbers)
     out_ptr += at * out_stride
-    w = tl.load(w_ptr + at)
-    c = w * tl.load(upstream_ptr + at * upstream_stride) if UPSTREAM else w
-    if (w == 0) | (c == 0):
-        tl.store(out_ptr + columns, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=columns < V)
+    items = (w_ptr + at * K, upstream_ptr + at * upstream_stride, item_stride)
+    k, v = tl.arange(0, O.lanes) if O.lanes > 1 else 0, 0.0
+    c = _coefficients(items, k, K, numbers, O)
+    needed = _sum(tl.where(c != 0, 1, 0), O) > 0
+    if O.entropy:
+        w = tl.load(items[0] + k, mask=k < K, other=0.0)
+        v = tl.load(v_ptr + at * v_stride).to(ACC)
+        v = v * numbers[2] if O.temperature else v
+        needed = (needed | (v != 0)) & (_sum(tl.where(w != 0, 1, 0), O) > 0)
+    if not needed:
+        zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + columns, zeros, mask=columns < width)
         return
-    logits_ptr += at * logits_stride
-    target_ptr += at * target_stride
-    column = _column(target_ptr, first, V) if O.target_format == "labels" else -1
-    row = (logits_ptr, target_ptr, column, V, vocab_size)
-    stats = stats_ptr + at
-    state = (tl.load(stats), tl.load(stats + N), tl.load(stats + 2 * N), tl.load(stats + 3 * N),
-             tl.load(stats + 4 * N))
+    state = _load_state(stats_ptr + at, N)
+    terms = _label_terms(_sum(c, O), c, v, state, numbers, O)
+    column, some_here = -1, False
+    if O.lanes > 0:
+        column = _label_columns(row[1], first, V, k, K)
+    if O.lanes > 1:  # most blocks hold none of the labels
+        here, at_labels = (column >= start) & (column < start + BLOCK), tl.zeros([O.lanes], ACC)
+        some_here = tl.sum(here.to(tl.int32), 0) > 0
+        if some_here:
+            column, at_labels = _gradient_at_labels(row, items, first, K, v, state, O)
+            tl.debug_barrier()  # in place: all have read the labels' logits
     if start + BLOCK <= V:
-        _gradient_block(row, out_ptr, columns, c, state, False, O)
+        _gradient_block(row, out_ptr, columns, column, terms, state, False, O)
     else:
-        _gradient_block(row, out_ptr, columns, c, state, True, O)
+        _gradient_block(row, out_ptr, columns, column, terms, state, True, O)
+    if O.lanes > 1:
+        if some_here:
+            tl.debug_barrier()  # another thread stored these columns
+            tl.store(out_ptr + column, at_labels.to(out_ptr.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _merge_kernel(
+    parts_ptr, w_ptr, stats_ptr, items_ptr,  # (shards, 5 + K, N), (N, K), (5, N), (N, K)
+    shards, K, softcap: tl.float64, teacher_softcap: tl.float64, scale: tl.float64,
+    smoothing: tl.float64, z_loss: tl.float64, O: tl.constexpr,
+):
+    """Partial statistics of the vocabulary's shards to those of whole rows, and their items.
+
+    Grid (N,), a program a row; few numbers, so in float64. A shard without a column, or with -inf
+    in all of them, has m = -inf and s = 0 and adds nothing.
+    """
+    N, at = tl.num_programs(0), tl.program_id(0).to(tl.int64)
+    numbers = _numbers(softcap, teacher_softcap, scale, smoothing, z_loss, tl.float64)
+    k = tl.arange(0, O.lanes) if O.lanes > 1 else 0
+    w = tl.load(w_ptr + at * K + k, mask=k < K, other=0.0)
+    zero, z = tl.zeros([], tl.float64), w.to(tl.float64) * 0.0 - INF
+    state = (zero - INF, zero, zero, zero - INF if O.kind == "logits" else zero, zero)
+    for shard in range(0, shards):
+        part = parts_ptr + shard * (5 + K).to(tl.int64) * N + at
+        m, s, x, tm, ts = _load_state(part, N)
+        more = (m.to(tl.float64), s.to(tl.float64), x.to(tl.float64), tm.to(tl.float64),
+                ts.to(tl.float64))
+        m, tm = tl.maximum(state[0], more[0]), tl.maximum(state[3], more[3])
+        s, x, ts = _rebased(state, m, tm, O)
+        more_s, more_x, more_ts = _rebased(more, m, tm, O)
+        state = (m, s + more_s, x + more_x, tm, ts + more_ts)
+        more_z = tl.load(part + (5 + k) * N, mask=k < K, other=0.0).to(tl.float64)
+        z = tl.where((more_z > z) | (more_z != more_z), more_z, z)  # one shard, or none, has it
+    _store_row(state, z, w, stats_ptr + at, items_ptr + at * K, N, k, K, numbers, O, False)
 
 
 @triton.jit
@@ -324,68 +606,171 @@ def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _prepare_kernel(
-    keep_ptr, w_ptr, index_ptr, out_ptr,  # (N,), (N,), (N + 1,), (N, V)
-    void, N, V, WEIGHTS: tl.constexpr, INDEX: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """A row is kept where `keep` (labels, or weights) is not `void`.
+def _token_weights(target_ptr, mask_ptr, at, inside, ignore_index, TARGET: tl.constexpr,
+                   MASK: tl.constexpr):
+    """a: the mask's value, 0 where the label is ignored. float64, which counts exactly."""
+    a = tl.where(inside, 1.0, 0.0).to(tl.float64)
+    if MASK:
+        a = tl.load(mask_ptr + at, mask=inside, other=0).to(tl.float64)
+    if TARGET:
+        a = tl.where(tl.load(target_ptr + at, mask=inside, other=0) == ignore_index, 0.0, a)
+    return a
 
-    Program 0, with WEIGHTS: w = kept / max(number of kept, 1). With INDEX: the kept rows' places in
-    order, then N; index[N] = their number. It reads 2N numbers and writes N of each.
-    The others, of a grid (1 + N,): zeros in the rows of out that are not kept, written while the
-    host prepares the next launch.
+
+@triton.jit
+def _prepare_kernel(
+    target_ptr, mask_ptr, num_items_ptr,  # (N, K), (N, K), 0-dim
+    w_ptr, index_ptr, count_ptr, out_ptr,  # (N, K), (N,), 0-dim, (N, V)
+    ignore_index, vocab_size, max_kept, N, K, V, num_items: tl.float64,
+    TARGET: tl.constexpr, MASK: tl.constexpr, DIVISOR: tl.constexpr, INDEX: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """All between the caller's tensors and the main kernel, in one launch.
+
+    DIVISOR "": w = a. "sum": w = a / sum(a). "number" and "tensor": w = a / num_items.
+    w is NaN where the label is out of range, or under a mean the token weight negative or not
+    finite; NaN everywhere where the divisor is; NaN in all kept rows where more than max_kept are.
+    INDEX: a permutation, the kept rows first, in order, and the others from its end; count: how
+    many are kept. A row is kept if one of its weights is not 0.
+
+    Program 0 makes these, alone, so that sums have one order: reads 1 or 2 times N * K numbers of
+    each input. The others, of a grid (1 + N,), write zeros in the rows of out that are not kept,
+    while the host prepares the next launch.
     """
-    row, lanes = tl.program_id(0).to(tl.int64) - 1, tl.arange(0, BLOCK)
+    divisor = tl.full([], num_items, tl.float64)
+    if DIVISOR == "tensor":
+        divisor = tl.load(num_items_ptr).to(tl.float64)
+    row, k = tl.program_id(0) - 1, tl.arange(0, LANES)
     if row >= 0:
-        if tl.load(keep_ptr + row) == void:
-            _store_zeros(out_ptr + row * V, V, BLOCK)
+        a = _token_weights(target_ptr, mask_ptr, row * K + k, k < K, ignore_index, TARGET, MASK)
+        # Zeros too many do no harm, for the main kernel writes the kept rows later.
+        if (tl.max(tl.where(a != 0, 1, 0), 0) == 0) | (divisor == 0):
+            _store_zeros(out_ptr + row.to(tl.int64) * V, V, 4096)
         return
-    count = tl.full([], 0, tl.int64)
-    for start in range(0, N, BLOCK):
-        at = start + lanes
-        kept = ((tl.load(keep_ptr + at, mask=at < N, other=0) != void) & (at < N)).to(tl.int64)
+    dtype: tl.constexpr = w_ptr.dtype.element_ty
+    ROWS: tl.constexpr = BLOCK // LANES
+    lanes, k = tl.arange(0, ROWS), k[None, :]
+    if DIVISOR == "sum":
+        sums = tl.zeros([ROWS, LANES], tl.float64)
+        for start in range(0, N, ROWS):
+            i = (start + lanes)[:, None]
+            sums += _token_weights(target_ptr, mask_ptr, i * K + k, (i < N) & (k < K),
+                                   ignore_index, TARGET, MASK)
+        divisor = tl.sum(tl.sum(sums, 1), 0)
+    count = tl.full([], 0, tl.int32)
+    for start in range(0, N, ROWS):
+        rows = start + lanes
+        i = rows[:, None]
+        at, inside = i * K + k, (i < N) & (k < K)
+        a = _token_weights(target_ptr, mask_ptr, at, inside, ignore_index, TARGET, MASK)
+        exact = a
+        if DIVISOR != "":
+            exact = tl.where(a == 0, 0.0, a * (1.0 / divisor))
+            if DIVISOR != "sum":
+                exact = tl.where(divisor == 0, 0.0, exact)
+            # (exact is inf where negative weights made a sum of 0.)
+            exact = tl.where((a >= 0) & (a < INF) & (exact < INF), exact, NAN)
+            exact = tl.where((divisor >= 0) & (divisor < INF), exact, NAN)
+        if TARGET:
+            label = tl.load(target_ptr + at, mask=inside, other=0).to(tl.int64)
+            known = (label >= 0) & (label < vocab_size)
+            exact = tl.where(known | (exact == 0), exact, NAN)
+        w = exact.to(dtype)
+        # What rounds to 0 stays there, or nobody would write its row of out.
+        w = tl.where((w == 0) & (exact != 0), 1.2e-38, w).to(dtype)
+        tl.store(w_ptr + at, w, mask=inside)
         if INDEX:
-            tl.store(index_ptr + count + tl.cumsum(kept, 0) - 1, at.to(tl.int64), mask=kept != 0)
-        count += tl.sum(kept, 0)
+            kept = tl.max(tl.where((w != 0) & inside, 1, 0), 1)
+            so_far = count + tl.cumsum(kept, 0)
+            place = tl.where(kept != 0, so_far - 1, N - 1 - (rows - so_far))
+            tl.store(index_ptr + place, rows.to(tl.int64), mask=rows < N)
+            count += tl.sum(kept, 0)
     if INDEX:
-        tl.store(index_ptr + N, count)
-    divisor = tl.maximum(count, 1).to(w_ptr.dtype.element_ty)
-    for start in range(0, N, BLOCK):
-        at = start + lanes
-        if INDEX:
-            tl.store(index_ptr + at, tl.zeros([BLOCK], tl.int64) + N, mask=(at >= count) & (at < N))
-        if WEIGHTS:
-            kept = tl.load(keep_ptr + at, mask=at < N, other=0) != void
-            tl.store(w_ptr + at, kept.to(w_ptr.dtype.element_ty) / divisor, mask=at < N)
+        tl.store(count_ptr, count.to(tl.int64))
+        if (max_kept >= 0) & (count > max_kept):
+            tl.debug_barrier()  # other threads may have stored what is read here
+            for start in range(0, N * K, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                w = tl.load(w_ptr + at, mask=at < N * K, other=0.0)
+                tl.store(w_ptr + at, w * NAN, mask=(at < N * K) & (w != 0))
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr, w_ptr, index_ptr, out_ptr,  # (n, H) or (N, H), (N, K), (N,), (N, H) or (n, H)
+    n, H, K, x_stride, INDEXED: tl.constexpr, SCATTER: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Moves rows: gathered, out[i] = x[index[i]] for i < n; or scattered, out[index[i]] = x[i], and
+    where i >= n nothing. A row of weight 0 becomes 0, and NaN where it should have been computed
+    (its weight is NaN, as max_kept was too small).
+
+    Grid (n,), or to scatter (N,). One pass: reads and writes the rows once.
+    """
+    i, k = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    row = tl.load(index_ptr + i) if INDEXED else i
+    w = tl.load(w_ptr + row * K + k, mask=k < K, other=0.0)
+    x_ptr += (i if SCATTER else row) * x_stride
+    out_ptr += (row if SCATTER else i) * H
+    if (tl.max(tl.where(w != 0, 1, 0), 0) > 0) & (i < n):
+        for start in range(0, H, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + columns, mask=columns < H)
+            tl.store(out_ptr + columns, x.to(out_ptr.dtype.element_ty), mask=columns < H)
+    else:
+        blank = tl.sum(w * 0, 0) if SCATTER else 0.0
+        for start in range(0, H, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = tl.zeros([BLOCK], w.dtype) + blank
+            tl.store(out_ptr + columns, x.to(out_ptr.dtype.element_ty), mask=columns < H)
 
 
 # --------------------------------------------------------------------------------------- launches
 INTERPRETED = not isinstance(_statistics_kernel, triton.JITFunction)
-ROCM, _compiled = torch.version.hip is not None, {}
+ROCM = torch.version.hip is not None
+# Where a launch may skip Triton's own look at its arguments: it repeats Triton's rules for them, so
+# only versions that the tests ran with. A wrong guess would compute garbage, silently.
+FAST_LAUNCH = ("3.6.", "3.9.")
+fast_launch = triton.__version__.startswith(FAST_LAUNCH)
+_compiled = {}  # key of _launch -> the compiled kernel and its constants
 
 
-def _launch(kernel, grid: int, tensors, numbers, known, plan) -> None:
-    """The GPU waits for this, so a launch like an earlier one is one look in a dictionary. Its key
-    has all that Triton specialises a kernel on; `known` stands in it for numbers and plan."""
+def _launch(kernel, grid: int, tensors, integers, floats, key, choose) -> None:
+    """kernel[(grid,)](*tensors, *integers, *floats, *constants, **options), where choose() gives
+    the constants and options.
+
+    Triton compiles a kernel for each combination of: device; the tensors' dtypes; whether an
+    address, or an integer, is a multiple of 16; whether an integer is 1 or needs 64 bits; the
+    constants. (float64 arguments make no difference.) To find that out takes Triton longer than
+    many of these kernels run, so _compiled keeps what it compiled under a key of the same facts,
+    and a compiled kernel takes addresses for tensors. `key` stands there for integers and constants.
+    """
     if not grid:
         return
-    addresses = [x.data_ptr() for x in tensors]
-    key = (kernel.__name__, tensors[0].device, known, *[x % 16 for x in addresses],
-           *[x.dtype for x in tensors])
-    if ROCM:
-        key += tuple(x.untyped_storage().nbytes() < 2**31 for x in tensors)
-    compiled, constants = _compiled.get(key, (None, ()))
     with torch.cuda.device_of(tensors[0]):
-        if compiled is not None:
-            compiled[(grid, 1, 1)](*addresses, *numbers, *constants)
+        if not fast_launch:
+            constants, options = choose()
+            kernel[(grid,)](*tensors, *integers, *floats, *constants, **options)
             return
-        constants, more = plan()
-        compiled = kernel[(grid,)](*tensors, *numbers, *constants, **more)
-    _compiled[key] = compiled, constants  # the interpreter gives None
+        addresses = [x.data_ptr() for x in tensors]
+        key = (kernel.__name__, tensors[0].device, key, *[x % 16 for x in addresses],
+               *[x.dtype for x in tensors])
+        if ROCM:  # there Triton also looks whether 32 bits reach all of a tensor
+            key += tuple(x.untyped_storage().nbytes() < 2**31 for x in tensors)
+        known = _compiled.get(key)
+        if known is not None:
+            compiled, constants = known
+            compiled[(grid, 1, 1)](*addresses, *integers, *floats, *constants)
+            return
+        constants, options = choose()
+        compiled = kernel[(grid,)](*tensors, *integers, *floats, *constants, **options)
+        # Not of the interpreter, and not while Triton still compiles in the background.
+        if isinstance(compiled, triton.compiler.CompiledKernel):
+            _compiled[key] = compiled, constants
 
 
-def _kind(n: int):
-    """What Triton sees of a number; the number itself, a token count, would grow the dictionary."""
+def _seen(n: int):
+    """What Triton sees of an integer: a key with token counts themselves would fill _compiled."""
     return n % 16 == 0, n == 1, n < 2**31
 
 
@@ -393,168 +778,712 @@ def _rows(x):
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _launch_statistics(logits, target, w, gradient, o, out=None, partial=False):
-    """-> statistics (6, n), w * gradient or None. out: logits, or 0 where w is 0."""
-    zeroed = out is not None and out is not logits
-    logits, target, w = _rows(logits), _rows(target), w.contiguous()
-    (N, V), stats = logits.shape, w.new_empty((6, logits.shape[0]))
-    out = out if out is not None else logits.new_empty((N, V)) if gradient else logits
+def _arguments(logits, target, w, o: Loss, first: int):
+    """-> logits, target, w as the kernels take them, and N, K, width, V: the columns that count."""
+    N, width = logits.shape
+    labels = o.kind in ("labels", "log_probs")
+    target = target.contiguous() if labels else _rows(target)
+    K = w.shape[1] if w.dim() == 2 else 1
+    V = max(min(width, o.vocab_size - first), 0)
+    return _rows(logits), target, K if labels else target.stride(0), w.contiguous(), N, K, width, V
 
-    def plan():
-        # Measured on an H200. A second pass hopes for the L2 cache: few, wide programs, few rows.
-        item, labels = logits.element_size(), gradient and o.target_format == "labels"
+
+def launch_statistics(logits, target, w, o: Loss, gradient=False, out=None, zeroed=False, first=0,
+                      partial=False, parts=None):
+    """-> statistics (5, N), items (N, K), and w * gradient (N, width), in `out` if given, or None.
+
+    log_probs: the statistics hold the entropy in row 2 and whether it is correct, 1 or 0, in row 4.
+    zeroed: out has zeros already where a row has no weight. partial: -> (5 + K, N), in `parts` if
+    given, for launch_merge, None, None.
+    """
+    logits, target, target_stride, w, N, K, width, V = _arguments(logits, target, w, o, first)
+    if partial:
+        items = stats = w.new_empty((5 + K, N)) if parts is None else parts
+    else:
+        stats, items = w.new_empty((5, N)), w.new_empty((N, K))
+    if not gradient:
+        out = logits
+    elif out is None:
+        out = logits.new_empty((N, width))
+    form = o.form(K)
+
+    def choose():
+        # Measured on an H200, bf16 (bytes in a block, of the second pass if another, warps):
+        #   no gradient                               8192          8  1.06 of a read at copy speed
+        #   labels, rows under 128 KiB, no options   32768, 16384   8  80 registers: 3 programs a
+        #   labels, rows of 128 KiB and more         32768         32  multiprocessor, not 2
+        #   all others with a gradient               16384         16
+        # A second pass hopes for the L2 cache: few programs, few rows, so wide ones. Softcap and
+        # smoothing need registers: in the large blocks they spill.
+        item, labels = logits.element_size(), gradient and o.kind == "labels"
         wide = labels and V * item >= 2**17
-        narrow = labels and not (wide or o.softcap or o.label_smoothing)  # those need registers
+        narrow = labels and not (wide or form.softcap or form.smoothed)
         size = 8192 if not gradient else 32768 if narrow or wide else 16384
         warps = 32 if wide else 8 if narrow or not gradient else 16
         block = min(triton.next_power_of_2(max(V, 32)), size // item)
         second = gradient and block // (2 if narrow else 1)
-        more = dict(maxnreg=80) if narrow and not ROCM else {}  # three programs at a time, not two
-        more["num_warps"] = max(warps * block * item // size, 1)
-        constant = reference.Options(*o[:7], dtype=None)  # Triton's hooks write it out as JSON
-        return (constant, partial, second, zeroed, block), more
+        options = dict(maxnreg=80) if narrow and not ROCM else {}
+        options["num_warps"] = max(warps * block * item // size, 1)
+        return (form, partial, second, zeroed, block), options
 
-    numbers = logits.stride(0), target.stride(0), out.stride(0), V, *o.shard(V)[1:]
-    _launch(_statistics_kernel, N, (logits, target, w, stats, out), numbers,
-            (o[:7], gradient, partial, zeroed, numbers), plan)
-    return stats, out if gradient else None
+    integers = logits.stride(0), target_stride, out.stride(0), V, width, first, K
+    _launch(_statistics_kernel, N, (logits, target, w, stats, items, out), integers, o.numbers(),
+            (form, gradient, partial, zeroed, integers), choose)
+    return stats, None if partial else items, out if gradient else None
 
 
-def _launch_gradient(logits, target, w, upstream, stats, o, out=None):
-    """-> w * upstream * gradient, in `out` if given. No upstream is one of 1."""
-    logits, target, w = _rows(logits), _rows(target), w.contiguous()
-    N, V = logits.shape
-    out = logits.new_empty((N, V)) if out is None else out
-    upstream, scaled = w if upstream is None else upstream, upstream is not None
-    block = min(triton.next_power_of_2(max(V, 16)), 2048 // logits.element_size())
-    strides = logits.stride(0), target.stride(0), upstream.stride(0), out.stride(0)
-    numbers = *strides, V, *o.shard(V)[1:]
-    _launch(_gradient_kernel, N * -(-V // block), (logits, target, w, upstream, stats, out),
-            numbers, (o[:7], scaled, numbers), lambda: (
-                (reference.Options(*o[:7], dtype=None), scaled, block), dict(num_warps=1)))
+def launch_gradient(logits, target, w, upstream, v, stats, o: Loss, out=None, first=0):
+    """-> w * upstream * gradient (N, width), in `out` if given.
+
+    upstream (N, K), (N,) or 0-dim; None is 1, of log_probs 0. v (N,) or 0-dim, the entropy's, or
+    None. stats are whole rows', logits may be the columns from vocabulary column `first` on.
+    """
+    logits, target, target_stride, w, N, K, width, V = _arguments(logits, target, w, o, first)
+    out = logits.new_empty((N, width)) if out is None else out
+    strides = [0, 0]
+    if upstream is not None:
+        strides[: upstream.dim()] = upstream.stride()
+    v_stride = v.stride(0) if v is not None and v.dim() else 0
+    # One warp and 2048 bytes: 1.03 of a copy of the logits (H200, bf16, V = 128256 and 256000).
+    # Several labels are looked at by each program, so there are fewer, larger ones.
+    size = 2048 if K == 1 else 8192
+    block = min(triton.next_power_of_2(max(width, 16)), size // logits.element_size())
+    constants = o.form(K, upstream is not None, v is not None), block
+    tensors = (logits, target, w, w if upstream is None else upstream, w if v is None else v, stats,
+               out)
+    integers = (logits.stride(0), target_stride, *strides, v_stride, out.stride(0), V, width, first,
+                K)
+    _launch(_gradient_kernel, N * -(-width // block), tensors, integers, o.numbers(),
+            (constants, integers), lambda: (constants, dict(num_warps=1 if K == 1 else 4)))
     return out
 
 
-def _launch_prepare(keep, void=0, w=None, out=None, indexed=True):
-    """Fills w and the void rows of out, where given. -> index, count if `indexed`."""
-    n, V, keep = keep.numel(), 0 if out is None else out.shape[1], keep.contiguous()
-    index = keep.new_empty(n + 1, dtype=torch.int64) if indexed else keep
-    tensors = keep, keep if w is None else w, index, keep if out is None else out
-    flags = w is not None, indexed
-    _launch(_prepare_kernel, 1 if out is None else 1 + n, tensors, (void, n, V),
-            (void, _kind(n), V, flags), lambda: ((*flags, 4096), dict(num_warps=8)))
-    return (index[:n], index[n]) if indexed else None
+def launch_merge(parts, w, o: Loss):
+    """Partial statistics (shards, 5 + K, N) -> statistics and items, as of launch_statistics."""
+    (shards, rows, N), K = parts.shape, parts.shape[1] - 5
+    parts, w = parts.contiguous(), w.contiguous()
+    stats, items = w.new_empty((5, N)), w.new_empty((N, K))
+    form = o.form(K)
+    _launch(_merge_kernel, N, (parts, w, stats, items), (shards, K), o.numbers(),
+            (form, shards, K), lambda: ((form,), dict(num_warps=1)))
+    return stats, items
 
 
-# --------------------------------------------------------------------------- front door, custom ops
-class TritonCrossEntropy(reference.MaskedCrossEntropy):
-    """The reference's front door over the kernels; under torch.compile over the custom ops."""
-
-    # float16 would round w * (softmax - target) before upstream, a loss scale, can lift it.
-    fused = (torch.bfloat16, torch.float32, torch.float64)
-    row_gradient, kept = staticmethod(_launch_gradient), staticmethod(_launch_prepare)
-
-    def loss(self, o, prepared, *tensors):
-        if torch.compiler.is_compiling():
-            return loss_op(*tensors, *o)[0]
-        return super().loss(o, prepared, *tensors)
-
-    def prepare(self, o, linear, *args):
-        x, target, loss_mask, ignore_index, reduction, cu_seqlens, num_items = args
-        if x.device.type == "cpu" and not INTERPRETED:
-            raise RuntimeError(
-                "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
-                "set TRITON_INTERPRET=1 before anything imports triton")
-        plain = (reduction == "mean" and o.target_format == "labels" and loss_mask is None
-                 and cu_seqlens is None and num_items is None)
-        if not plain or torch.compiler.is_compiling():  # super() fails in some Pythons' dynamo
-            return reference.MaskedCrossEntropy.prepare(self, o, linear, *args)
-        n, early = target.numel(), o.early and not (linear or o.vocab_group)
-        w = x.new_empty(n, dtype=reference._accumulator(x.dtype))
-        out = x.new_empty((n, x.shape[-1])) if early else None
-        found = _launch_prepare(target, int(ignore_index), w, out, linear and o.skip == "rows")
-        return w, found if linear else out
-
-    def row_statistics(self, logits, target, w, o):
-        if o.vocab_group:
-            return reference.row_statistics(logits, target, w, o, lambda *args: _launch_statistics(
-                *args[:3], False, o, partial=True)[0][:5])
-        return _launch_statistics(logits, target, w, False, o)[0]
-
-    def row_pass(self, logits, target, w, gradient, o, out=None):
-        if o.vocab_group:
-            return super().row_pass(logits, target, w, gradient, o, out)
-        return _launch_statistics(logits, target, w, gradient, o, out)
-
-    def scaled(self, ctx, grad, upstream, dtype):
-        """In place where nobody else holds the gradient: an upstream of 1 then costs nothing."""
-        alone, n = grad.dtype == dtype and not ctx.options.retain_graph, grad.numel()
-        ctx.spent |= alone
-        out = grad if alone else torch.empty_like(grad, dtype=dtype)
-        _launch(_scale_kernel, min(-(-n // 8192), 2048), (grad, out, upstream), (n,),
-                (alone, _kind(n)), lambda: ((alone, 8192), dict(num_warps=8)))
-        return out.data  # with a version of its own: ctx's stays as it was, whatever is done to it
+def launch_scale(x, upstream, out):
+    """out = x * upstream (0-dim), 0 where x is 0, rounded to out's dtype. out may be x."""
+    n, in_place = x.numel(), out is x
+    _launch(_scale_kernel, min(-(-n // 8192), 2048), (x, out, upstream), (n,), (),
+            (in_place, _seen(n)), lambda: ((in_place, 8192), dict(num_warps=8)))
+    return out
 
 
-_losses = TritonCrossEntropy()
-_traced = SimpleNamespace(  # what the ops' backward calls: an op, and nothing in place
-    scaled=super(TritonCrossEntropy, _losses).scaled,
-    gradients=lambda o, *tensors: loss_gradients_op(*tensors, *o))
-masked_cross_entropy = _losses.masked_cross_entropy
-masked_cross_entropy_from_distribution = _losses.masked_cross_entropy_from_distribution
-masked_linear_cross_entropy = _losses.masked_linear_cross_entropy
-masked_linear_distillation = _losses.masked_linear_distillation
+def launch_prepare(target, loss_mask, shape, ignore_index, vocab_size, reduction, num_items,
+                   max_kept, out, dtype, device, indexed=True):
+    """-> w (N * K,), and if `indexed` the permutation (N,) and the count of _prepare_kernel, else
+    None. shape is (N, K). Zeros go to the rows of out (N, V), if given, that are not kept."""
+    N, K = shape
+    w = torch.empty(N * K, dtype=dtype, device=device)
+    index = torch.empty(N, dtype=torch.int64, device=device) if indexed else None
+    count = torch.empty((), dtype=torch.int64, device=device) if indexed else None
+    tensor = isinstance(num_items, torch.Tensor)
+    divisor = "tensor" if tensor else "sum" if num_items is None else "number"
+    divisor = divisor if reduction == "mean" else ""
+    V = 0 if out is None else out.shape[1]
+    constants = (target is not None, loss_mask is not None, divisor, indexed,
+                 triton.next_power_of_2(K), 2048)
+    tensors = (w if target is None else target.contiguous(),
+               w if loss_mask is None else loss_mask.contiguous(), num_items if tensor else w, w,
+               index if indexed else w, count if indexed else w, w if out is None else out)
+    limit = -1 if max_kept is None else max_kept
+    number = 1.0 if divisor != "number" else float(num_items)
+    _launch(_prepare_kernel, 1 if out is None else 1 + N, tensors,
+            (ignore_index, vocab_size, limit, N, K, V), (number,),
+            (constants, ignore_index, vocab_size, _seen(limit), _seen(N), K, V),
+            lambda: (constants, dict(num_warps=8)))
+    return w, index, count
 
+
+def launch_rows(x, index, w, out, scatter=False):
+    """_rows_kernel: rows of x (n or N, H) to out."""
+    N, K, n = len(w), w.shape[1], len(x) if scatter else len(out)
+    H = out.shape[1]
+    constants = index is not None, scatter, triton.next_power_of_2(K), 2048
+    x = _rows(x)
+    _launch(_rows_kernel, N if scatter else n, (x, w, w if index is None else index, out),
+            (n, H, K, x.stride(0)), (), (constants, _seen(n), H, K, x.stride(0)),
+            lambda: (constants, dict(num_warps=4)))
+    return out
+
+
+# ------------------------------------------------------------------------- one call, as plain values
+class Call(NamedTuple):
+    """A call's options, checked: plain values, so that they pass through a custom op. The first
+    eight are a Loss."""
+
+    kind: str
+    divergence: str
+    label_smoothing: float
+    z_loss: float
+    softcap: Optional[float]
+    teacher_softcap: Optional[float]
+    temperature: float
+    vocab_size: int
+    each: int  # columns of a rank's shard, with padding
+    here: int  # of these, how many count
+    group: Optional[str]  # a process group's name
+    per_token: bool  # not one number, but items or log-probabilities
+    needs: Tuple[bool, bool, bool]  # gradients of hidden (or logits), weight, bias
+    skip: str
+    chunk_size: Optional[int]
+    max_kept: Optional[int]
+    dtype: torch.dtype  # of the GEMMs' operands: autocast's, or the tensors' own
+    logits_dtype: torch.dtype
+    recompute: bool
+    retain_graph: bool
+    traced: bool  # by torch.compile: every output has a shape that is known beforehand
+
+    @property
+    def loss(self) -> Loss:
+        return Loss(*self[:8])
+
+    def shard(self):
+        """-> the process group or None, and the column of the vocabulary that is the first here."""
+        if self.group is None:
+            return None, 0
+        group = torch.distributed.distributed_c10d._resolve_process_group(self.group)
+        return group, group.rank() * self.each
+
+    def chunk(self, n: int, H: int) -> int:
+        """Rows in a chunk: at most 2 H, or as many as 2.5 GiB of logits hold. But twice as many
+        stay one chunk if they can: a second one costs a sum of grad_weight in float32."""
+        limit = self.chunk_size
+        if limit is None:
+            buffers = 2 if self.kind == "logits" else 1
+            limit = max(2 * H, 5 * 2**29 // (max(self.each, 1) * self.logits_dtype.itemsize)) // buffers
+            if n <= 2 * limit and self.needs[0] and self.dtype.itemsize == 2:
+                limit *= 2
+        return reference.chunk_rows(n, limit)
+
+    def plan(self, n: int, size: int) -> str:
+        """When and how the gradients of the linear path are made:
+
+        "loss"     not at all: one GEMM for each chunk
+        "logits"   in backward, from the logits that forward kept: three GEMMs, one chunk
+        "early"    in forward, while a chunk's logits are there: three GEMMs; a sum's upstream
+                   gradient is one number, which can be applied later
+        "columns"  in backward, which computes the logits again, a block of columns at a time, so
+                   that no column's gradient is a sum over chunks: four GEMMs, least memory
+        float16 is never early: what is small must be rounded after the loss scale has lifted it.
+        """
+        if not any(self.needs):
+            return "loss"
+        if not (self.recompute or self.traced or n > size):
+            return "logits"
+        return "early" if self.is_early(linear=True) else "columns"
+
+    def is_early(self, linear: bool) -> bool:
+        late = self.per_token or self.dtype == torch.float16
+        return any(self.needs) and not (late or (self.recompute if linear else self.group))
+
+
+# --------------------------------------------------------------------- forward and backward of rows
+def _statistics(o: Call, logits, target, w, gradient=False, out=None, zeroed=False):
+    """launch_statistics, also for a vocabulary over ranks: one all_gather of 6 + K numbers a row."""
+    group, first = o.shard()
+    if group is None:
+        return launch_statistics(logits, target, w, o.loss, gradient, out, zeroed)
+    parts, _, _ = launch_statistics(logits, target, w, o.loss, first=first, partial=True)
+    # In float64, whatever a rank's dtype; one more column says what it holds: where ranks do not
+    # hold parts of the same thing all get NaN, and none waits for one that has raised.
+    held = o.vocab_size * 8 + reference.FLOATS.index(logits.dtype)
+    mine = torch.cat([parts.double(), parts.new_full((len(parts), 1), held, dtype=torch.float64)], 1)
+    ranks = mine.new_empty(group.size(), *mine.shape)
+    torch.distributed.all_gather(list(ranks.unbind(0)), mine, group=group)
+    alike = (ranks[:, :, -1] == held).all()
+    stats, items = launch_merge(
+        torch.where(alike, ranks[:, :, :-1], float("nan")).to(parts.dtype), w, o.loss)
+    grad = launch_gradient(logits, target, w, None, None, stats, o.loss, out, first) if gradient else None
+    return stats, items, grad
+
+
+def _results(o: Call, items, stats):
+    """-> loss or items; of log-probabilities also the entropy and whether the label is likeliest."""
+    if o.kind == "log_probs":
+        return items, stats[2].clone(), stats[4] == 1
+    return (items if o.per_token else items.sum()), None, None
+
+
+def logits_forward(o: Call, logits, target, w, out=None):
+    """-> results (3), stats, the gradient where it is made now. out: has zeros where w is 0."""
+    early = o.is_early(linear=False)
+    stats, items, grad = _statistics(o, logits, target, w, early, out, out is not None)
+    return *_results(o, items, stats), stats, grad
+
+
+# -------------------------------------------------------------------- the linear path, rows in chunks
+def gemm(out, a, b, add=None):
+    """out = a @ b, or add + a @ b, accumulated in float32 and rounded once to out's dtype."""
+    cast = {} if a.dtype == out.dtype else dict(out_dtype=out.dtype)
+    if cast and not a.is_cuda:  # only CUDA has out_dtype
+        a, b, cast = a.to(out.dtype), b.to(out.dtype), {}
+    if add is None:
+        return torch.mm(a, b, out=out, **cast)
+    return torch.addmm(add.to(out.dtype), a, b, out=out, **cast)
+
+
+class Rows:
+    """The rows that are computed: which they are, gathered tensors, and the way back."""
+
+    def __init__(self, o: Call, hidden, w, index, count, n=None):
+        (self.N, H), self.w = hidden.shape, w
+        size = o.chunk(self.N, H)
+        if o.skip == "chunks":
+            keep = reference.whole_chunks((w != 0).any(1), size)
+            index, count = reference.kept_first(keep), keep.sum()
+        if n is None:
+            n = self.N
+            if o.max_kept is not None:
+                n = min(max(o.max_kept, 1), n)
+            elif o.skip != "none":
+                n = int(count)  # the one host sync
+        self.n, self.all_kept = n, o.skip == "rows" and o.max_kept is None
+        self.index = index if n < self.N else None  # a permutation; the first n rows are computed
+        self.size = size if o.skip == "chunks" else o.chunk(n, H)
+
+    def gather(self, x):  # (N, ...) -> (n, ...)
+        return x if self.index is None else x.index_select(0, self.index[: self.n])
+
+    def hidden(self, x, dtype):  # (N, H) -> (n, H), 0 where masked
+        if self.index is None and self.all_kept:
+            return x.to(dtype)
+        return launch_rows(x, self.index, self.w, x.new_empty(self.n, x.shape[1], dtype=dtype))
+
+    def scatter(self, d, dtype):  # (n, H) -> (N, H), 0 where masked, NaN where kept for nothing
+        if self.index is None and self.all_kept:
+            return d.to(dtype)
+        out = d.new_empty(self.N, d.shape[1], dtype=dtype)
+        return launch_rows(d, self.index, self.w, out, scatter=True)
+
+    def everywhere(self, items):  # (n, ...) -> (N, ...)
+        if self.index is None:
+            return items
+        blank = (0 * self.w if items.dim() > 1 else 0 * self.w.amax(1)).to(items.dtype)
+        return blank.index_copy_(0, self.index[: self.n], items)
+
+
+class Heads:
+    """linear_weight and linear_bias, and for distillation the teacher's, as the GEMMs take them."""
+
+    def __init__(self, o: Call, weight, bias, teacher_weight, teacher_bias):
+        cut = [None if x is None else x if o.here == len(x) else x[: o.here]
+               for x in (weight, bias, teacher_weight, teacher_bias)]
+        self.weight, self.bias, self.teacher_weight, self.teacher_bias = (
+            None if x is None else x.to(o.dtype) for x in cut)
+
+    def logits(self, h, out, columns=slice(None)):
+        bias = None if self.bias is None else self.bias[columns]
+        return gemm(out, h, self.weight[columns].t(), bias)
+
+    def target(self, t, out, columns=slice(None)):  # a teacher's logits, or the labels
+        if self.teacher_weight is None:
+            return t
+        bias = None if self.teacher_bias is None else self.teacher_bias[columns]
+        return gemm(out, t, self.teacher_weight[columns].t(), bias)
+
+
+class Gradients:
+    """grad_hidden of n rows, grad_weight and grad_bias: those that are needed, else None."""
+
+    def __init__(self, o: Call, n, hidden, weight, bias, hidden_dtype, weight_dtype):
+        V, H = weight.shape
+        empty = weight.new_zeros if o.here < V else weight.new_empty  # padding gets zeros
+        self.hidden = hidden.new_empty(n, H, dtype=hidden_dtype) if o.needs[0] else None
+        self.weight = empty(V, H, dtype=weight_dtype) if o.needs[1] else None
+        self.bias = weight.new_zeros(V, dtype=reference.math_dtype(weight.dtype)) if o.needs[2] else None
+
+    def add(self, g, h, weight, rows, columns, again_rows=False, again_columns=False):
+        """Multiplies out g, the gradient of logits [rows, columns]. again_rows: these rows of
+        grad_hidden have a sum already; again_columns: these columns of grad_weight."""
+        if self.hidden is not None:
+            d = self.hidden[rows]
+            gemm(d, g, weight, d if again_rows else None)
+        if self.weight is not None:
+            d = self.weight[columns]
+            gemm(d, g.t(), h, d if again_columns else None)
+        if self.bias is not None:
+            self.bias[columns] += g.sum(0, dtype=self.bias.dtype)
+
+    def finished(self, o: Call, rows: Rows, hidden, weight, bias):
+        """-> in their tensors' dtypes, grad_hidden of all rows and summed over ranks."""
+        group, d = o.shard()[0], self.hidden
+        if d is not None:
+            if group is not None:
+                d = d.to(reference.math_dtype(d.dtype))
+                torch.distributed.all_reduce(d, group=group)
+            d = rows.scatter(d, hidden.dtype)
+        return (d, None if self.weight is None else self.weight.to(weight.dtype),
+                None if self.bias is None else self.bias.to(bias.dtype))
+
+
+def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teacher_bias, w, index,
+                   count):
+    """-> results (3), stats (5, n), the number n of rows, logits and teacher's logits where they are
+    kept, gradients (3) where they are made now; None where there is none.
+
+    One chunk:   hidden (rows, H) --GEMM--> logits (rows, V) --kernel--> items, statistics
+    early, more: the same launch turns the logits into their gradient g in place, then
+                 g --GEMM with weight--> grad_hidden,  g^T --GEMM with hidden--> grad_weight
+    """
+    rows = Rows(o, hidden, w, index, count)
+    plan, size, n = o.plan(rows.n, rows.size), rows.size, rows.n
+    if plan == "columns":  # forward holds as little as backward will
+        size = max(min(size, 2**28 // (max(o.each, 1) * o.logits_dtype.itemsize)), 1)
+    h, w = rows.hidden(hidden, o.dtype), rows.gather(w)
+    heads, teacher = Heads(o, weight, bias, teacher_weight, teacher_bias), teacher_weight is not None
+    t = rows.hidden(target, o.dtype) if teacher else rows.gather(target)
+    acc = reference.math_dtype(o.dtype)
+    early = plan == "early"
+    grads = Gradients(o, n, hidden, weight, bias, hidden.dtype if o.group is None else acc, acc) if early else None
+    logits, teacher_logits = (h.new_empty(min(n, size) if x else 0, o.here, dtype=o.logits_dtype) for x in (True, teacher))
+    narrow = early and o.logits_dtype != o.dtype  # the gradient does not fit in place
+    g_buffer = h.new_empty(logits.shape) if narrow else logits
+    parts = []
+    for start in range(0, max(n, 1), size):
+        at = slice(start, start + size)
+        z = heads.logits(h[at], logits[: len(h[at])])
+        target_rows = heads.target(t[at], teacher_logits[: len(z)])
+        stats, items, g = _statistics(o, z, target_rows, w[at], early, g_buffer[: len(z)])
+        parts.append((stats, items))
+        if early:
+            grads.add(g, h[at], heads.weight, at, slice(0, o.here), again_columns=start > 0)
+    stats, items = parts[0] if len(parts) == 1 else (
+        torch.cat([s for s, _ in parts], 1), torch.cat([i for _, i in parts]))
+    results = _results(o, items, stats)
+    if o.per_token:
+        results = [None if x is None else rows.everywhere(x) for x in results]
+    if o.traced:  # n is a secret of this pass, so it returns as many statistics as there are rows
+        stats = torch.nn.functional.pad(stats, (0, rows.N - n))
+    keep = plan == "logits"
+    return (*results, stats, torch.tensor(n, device="cpu"), logits if keep else None,
+            teacher_logits if keep and teacher else None,
+            *(grads.finished(o, rows, hidden, weight, bias) if early else (None,) * 3))
+
+
+def linear_backward(o: Call, hidden, weight, bias, target, teacher_weight, teacher_bias, w, index,
+                    count, stats, n, logits, teacher_logits, upstream, v):
+    """Late gradients -> grad_hidden, grad_weight, grad_bias. Of the logits that forward kept, which
+    become g in place unless the graph is retained; or computed again, a block of columns at a time:
+    to the kernels a block is what a rank's shard of the vocabulary is."""
+    n = int(n)  # on CPU
+    rows = Rows(o, hidden, w, index, count, n)
+    stats = stats[:, :n].contiguous()
+    heads, teacher = Heads(o, weight, bias, teacher_weight, teacher_bias), teacher_weight is not None
+    kept, narrow = logits is not None, o.logits_dtype != o.dtype
+    acc = reference.math_dtype(o.dtype)
+    h, w = rows.hidden(hidden, o.dtype), rows.gather(w)
+    t = rows.hidden(target, o.dtype) if teacher and not kept else rows.gather(target)
+    if o.per_token:
+        upstream, v = (x if x is None else rows.gather(x) for x in (upstream, v))
+    width = max(o.here, 1)
+    if not kept:  # 128 MiB of logits, in whole KiB
+        width = min(max(2**27 // (max(n, 1) * o.logits_dtype.itemsize) // 1024, 1) * 1024, width)
+        logits = h.new_empty(n, width, dtype=o.logits_dtype)
+        teacher_logits = h.new_empty(n if teacher else 0, width, dtype=o.logits_dtype)
+    g = h.new_empty(n, width) if narrow or kept and o.retain_graph else logits
+    grads = Gradients(o, n, hidden, weight, bias,
+                      acc if width < o.here or o.group else hidden.dtype, weight.dtype)
+    for start in range(0, max(o.here, 1), width):
+        columns = slice(start, min(start + width, o.here))
+        here = slice(0, columns.stop - start)
+        z, t_here = logits[:, here], teacher_logits[:, here] if teacher else t
+        if not kept:
+            heads.logits(h, z, columns)
+            heads.target(t, t_here, columns)
+        launch_gradient(z, t_here, w, upstream, v, stats, o.loss, g[:, here], o.shard()[1] + start)
+        grads.add(g[:, here], h, heads.weight[columns], slice(None), columns, again_rows=start > 0)
+    return grads.finished(o, rows, hidden, weight, bias)
+
+
+# ----------------------------------------------------------------------------------------- autograd
+def forward(o: Call, *tensors, out=None):
+    """tensors: x, weight, bias, target, teacher_weight, teacher_bias, w, index, count; x are hidden
+    states, or where weight is None logits. -> results (3), then what backward needs (7): stats, n,
+    logits, teacher's logits, and where they are made now the gradients of x, weight, bias."""
+    x, weight, _, target, _, _, w, _, _ = tensors
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        if weight is not None:
+            return linear_forward(o, *tensors)
+        *results, stats, grad = logits_forward(o, x, target, w, out)
+        return *results, stats, None, None, None, grad, None, None
+
+
+def backward(o: Call, *tensors):
+    """tensors: forward's, then stats, n, logits, teacher's logits, and two upstream gradients, of
+    the items (or log-probabilities) and of the entropies. -> gradients of x, weight, bias"""
+    x, weight, _, target, _, _, w, _, _, stats, *_, upstream, v = tensors
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        if weight is not None:
+            return linear_backward(o, *tensors)
+        grad = launch_gradient(x, target, w, upstream, v, stats, o.loss, first=o.shard()[1])
+        return grad, None, None
+
+
+def setup(ctx, o: Call, tensors, outputs):
+    """Keeps what backward needs. Early gradients of a head need nothing else; given logits are kept
+    for a second backward, for they stay with the caller anyway."""
+    ctx.set_materialize_grads(False)
+    ctx.o, ctx.spent = o, False
+    ctx.early = any(x is not None for x in outputs[-3:])
+    ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
+    ctx.linear = tensors[1] is not None
+    saved = (*(tensors if not (ctx.early and ctx.linear) else ()), *outputs[3:])
+    # what was made under inference_mode autograd refuses to save
+    ctx.unsaved = [x if x is not None and x.is_inference() else None for x in saved]
+    ctx.save_for_backward(*(x if y is None else None for x, y in zip(saved, ctx.unsaved)))
+
+
+def gradients(ctx, upstream, v, *_):
+    """-> the gradients of x, weight and bias, None where nobody needs them."""
+    saved = [x if y is None else y for x, y in zip(ctx.saved_tensors, ctx.unsaved)]
+    o = ctx.o
+    if torch.is_grad_enabled():
+        raise RuntimeError("masked losses on Triton are once_differentiable: they have no "
+                           "create_graph=True and no second derivatives. masked_ce has")
+    no_func_transforms()
+    if upstream is None and v is None:
+        return (None,) * 3
+    if ctx.early and not ctx.spent:
+        ctx.spent = not (o.retain_graph or o.traced)
+        grads = [scaled(grad, upstream, dtype, ctx.spent) if need else None
+                 for grad, dtype, need in zip(saved[-3:], ctx.dtypes, o.needs)]
+        return grads
+    if ctx.spent and ctx.linear:
+        raise RuntimeError("the first backward used up what forward had kept: for a second one the "
+                           "loss takes allow_retain_graph=True")
+    ctx.spent = ctx.spent or saved[11] is not None and not o.retain_graph
+    grads = (traced_backward if o.traced else backward)(o, *saved[:13], upstream, v)
+    return [grad.to(dtype) if need else None
+            for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
+
+
+def scaled(grad, upstream, dtype, in_place):
+    """An early gradient times the upstream one; in place an upstream of 1, the usual one, is free.
+    0 stays 0 even times inf."""
+    if torch.compiler.is_compiling() or grad.is_meta:
+        return torch.where(grad == 0, 0.0, grad.to(upstream.dtype) * upstream).to(dtype)
+    out = grad if in_place and grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
+    return launch_scale(grad, upstream, out).data  # with a version of its own, for it is given away
+
+
+class Losses(torch.autograd.Function):
+    """Takes forward's outputs: after the kernels autograd's own work runs beside the GPU's."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, o, tensors, outputs):
+        setup(ctx, o, tensors, outputs)
+        if outputs[2] is not None:
+            ctx.mark_non_differentiable(outputs[2])
+        return outputs[:3]
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        return *gradients(ctx, *upstream), None, None, None
+
+
+# --------------------------------------------------------- custom ops: what torch.compile sees of it
 # A namespace of this module's own: with a fixed one, a second copy of this file in the process
 # would register its kernels over the first one's.
 NAMESPACE = "masked_ce_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in __name__)
 TENSORS = ("Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? teacher_weight, "
-           "Tensor? teacher_bias, Tensor w")
-KINDS = {str: "str", float: "float", bool: "bool", int: "SymInt", torch.dtype: "ScalarType"}
-OPTIONS = ", ".join(f"{KINDS.get(kind, 'bool[]')} {name}"
-                    for name, kind in reference.Options.__annotations__.items())
-COUNT = len(reference.Options._fields)
+           "Tensor? teacher_bias, Tensor w, Tensor? index, Tensor? count")
+KEPT = "Tensor stats, Tensor? n, Tensor? logits, Tensor? teacher_logits"
+KINDS = {str: "str", float: "float", bool: "bool", int: "SymInt", torch.dtype: "ScalarType",
+         Tuple[bool, bool, bool]: "bool[]", Optional[float]: "float?", Optional[int]: "SymInt?",
+         Optional[str]: "str?"}
+CALL = ", ".join(f"{KINDS[kind]} {name}" for name, kind in Call.__annotations__.items())
 
 
-def _fake_gradients(o, x, weight, *args):
-    w, (need_x, need_weight, need_bias) = args[4], o.needs
-    if weight is None:
-        return x.new_empty(x.shape) if need_x else None, None, None
-    (N, H), V = x.shape, weight.shape[0]  # not len(), which would make a dynamic size a constant
-    dtype = w.dtype if o.dtype == torch.float16 else None
-    return (x.new_empty(N if need_x else 0, H, dtype=dtype),
-            weight.new_empty(V if need_weight else 0, H, dtype=dtype),
-            w.new_empty(V if need_bias else 0))
+def op(name, function, fake, schema):
+    """A custom op of tensors and a Call's fields. Ops return no None: an empty tensor stands for it."""
+    def wrapped(f):
+        def run(*args):
+            o, tensors = Call(*args[-len(Call._fields):]), args[: -len(Call._fields)]
+            empty = lambda: torch.empty(0, device="cpu")
+            return tuple(empty() if x is None else x for x in f(o, *tensors))
+        return run
+    made = torch.library.custom_op(
+        f"{NAMESPACE}::{name}", wrapped(function), mutates_args=(), schema=schema)
+    made.register_fake(wrapped(fake))
+    return made
 
 
-def _fake_loss(o, x, weight, *args):
-    w, forward = args[4], o if o.early else o._replace(needs=(False,) * 3)
-    loss, stats = w.new_empty(w.shape if o.per_token else ()), w.new_empty(6, *w.shape)
-    return (loss, stats if weight is None or o.per_token else None,
-            None if weight is None else torch.empty(1, dtype=torch.int64, device="cpu"),
-            *_fake_gradients(forward, x, weight, *args))
+def none(x):
+    return None if x.dim() == 1 and not x.numel() else x
 
 
-def _op(function):
-    """Of tensors and an Options' fields; an op has no None to return."""
-    return lambda *args: tuple(
-        torch.empty(0, device="cpu") if x is None else x
-        for x in function(reference.Options(*args[-COUNT:]), *args[:-COUNT]))
+def fake_gradients(o, x, weight, bias):
+    like = [(x, x.shape), (weight, weight.shape if weight is not None else None),
+            (bias, bias.shape if bias is not None else None)]
+    return [y.new_empty(shape) if need else None for (y, shape), need in zip(like, o.needs)]
 
 
-def _setup(ctx, inputs, output):
-    ctx.mark_non_differentiable(*output[1:])
-    o = reference.Options(*inputs[-COUNT:])
-    reference.loss_setup(ctx, _traced, inputs[:-COUNT], o, output)
+def fake_forward(o, x, weight, bias, target, teacher_weight, teacher_bias, w, *_):
+    log_probs = o.kind == "log_probs"
+    results = (w.new_empty(w.shape if o.per_token else ()), w.new_empty(len(w)) if log_probs else None,
+               w.new_empty(len(w), dtype=torch.bool) if log_probs else None)
+    n = None if weight is None else torch.empty((), dtype=torch.int64, device="cpu")
+    early = o.is_early(weight is not None)
+    grads = fake_gradients(o, x, weight, bias) if early else (None,) * 3
+    return *results, w.new_empty(5, len(w)), n, None, None, *grads
 
 
-loss_op = torch.library.custom_op(
-    f"{NAMESPACE}::loss", _op(lambda *args: reference.loss_pass(_losses, *args)), mutates_args=(),
-    schema=f"({TENSORS}, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
-loss_op.register_fake(_op(_fake_loss))
-loss_op.register_autograd(reference.loss_backward, setup_context=_setup)
-loss_gradients_op = torch.library.custom_op(
-    f"{NAMESPACE}::loss_gradients", _op(_losses.gradients), mutates_args=(),
-    schema=f"({TENSORS}, Tensor upstream, Tensor stats, Tensor count, {OPTIONS})"
-           " -> (Tensor, Tensor, Tensor)")
-loss_gradients_op.register_fake(_op(_fake_gradients))
+def traced_setup(ctx, inputs, output):
+    ctx.mark_non_differentiable(*output[2:])
+    fields = len(Call._fields)
+    setup(ctx, Call(*inputs[-fields:]), inputs[:-fields], [none(x) for x in output])
+
+
+def traced_backward(o, *tensors):
+    return backward_op(*tensors, *o)
+
+
+forward_op = op("forward", forward, fake_forward,
+                f"({TENSORS}, {CALL}) -> ({', '.join(['Tensor'] * 10)})")
+backward_op = op("backward", backward, lambda o, *tensors: fake_gradients(o, *tensors[:3]),
+                 f"({TENSORS}, {KEPT}, Tensor? upstream, Tensor? v, {CALL}) -> (Tensor, Tensor, Tensor)")
+forward_op.register_autograd(
+    lambda ctx, *upstream: (*gradients(ctx, *upstream), *(None,) * (6 + len(Call._fields))),
+    setup_context=traced_setup)
+
+
+# ----------------------------------------------------------------------------- the public functions
+def no_func_transforms():
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError("masked_ce_triton does not work under torch.func (grad, vjp, jvp, vmap, "
+                           "is_grads_batched): its gradients are autograd.Functions. masked_ce does")
+
+
+def is_traced(x) -> bool:
+    """By torch.compile, make_fx or a FakeTensorMode, or meta: then kernels run inside custom ops."""
+    mode, key = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    return torch.compiler.is_compiling() or x.is_meta or bool(mode(key.PROXY) or mode(key.FAKE))
+
+
+def call(kind, x, target, loss_mask, head=None, teacher_head=None, **options):
+    """One call of any of the losses -> results (3), of which two may be None."""
+    no_func_transforms()
+    on_cpu = isinstance(x, torch.Tensor) and x.device.type == "cpu"
+    if on_cpu and not INTERPRETED:
+        raise RuntimeError(
+            "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or set "
+            "TRITON_INTERPRET=1 before anything imports triton")
+    get, group, items = options.get, options.get("vocab_group"), None
+    if on_cpu:  # where values can be looked at, and every rank can hear of another's error
+        v, *items = reference.checked_call(x, target, loss_mask, head, teacher_head, **options)
+    else:
+        v = reference.check_call(x, target, loss_mask, head, teacher_head, **options)
+    weight, bias = head or (None, None)
+    dtype = (reference.autocast_dtype(x) if head else None) or x.dtype
+    needs = [torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)]
+    o = Call(
+        kind, get("divergence", "cross_entropy"), get("label_smoothing", 0.0), get("z_loss", 0.0),
+        get("softcap"), get("teacher_softcap"), get("temperature"), v.size, v.each, v.here,
+        None if group is None else group.group_name, get("reduction", "none") == "none",
+        tuple(needs), get("skip", "rows"), get("chunk_size"), get("max_kept"), dtype,
+        torch.promote_types(dtype, get("logits_dtype") or dtype), get("recompute", False),
+        get("allow_retain_graph", False), is_traced(x))
+    N = x.shape[:-1].numel()
+    labels, w, index, count, out = prepare(o, x, target, loss_mask, v, items, head is not None, options)
+    x = x if x.dim() == 2 else x.reshape(N, x.shape[-1])
+    if kind in ("probabilities", "logits"):
+        labels = target.detach().reshape(N, target.shape[-1])
+    teacher = [None if y is None else y.detach() for y in teacher_head or (None, None)]
+    tensors = (x, weight, bias, labels, *teacher, w, index, count)
+    if o.traced:
+        loss, *others = forward_op(*tensors, *o)[:3]
+        return loss.clone(), *others  # or autograd forbids `loss *= 2`
+    outputs = forward(o, *tensors, out=out)
+    return Losses.apply(x, weight, bias, o, tensors, outputs) if any(needs) else outputs[:3]
+
+
+def prepare(o: Call, x, target, loss_mask, v, items, linear, options):
+    """-> labels, w (N, K), the rows in an order that begins with the kept ones, how many these are,
+    and a gradient of zeros where nothing is kept; in one launch for all but the rarer options."""
+    N, reduction, num_items = x.shape[:-1].numel(), options.get("reduction"), options.get("num_items")
+    ignore_index, indexed = options.get("ignore_index"), linear and o.skip == "rows"
+    K = target.shape[-1] if ignore_index is not None and target.dim() == x.dim() else 1
+    if o.traced or options.get("cu_seqlens") is not None or reduction == "sample_mean" or N * K > 2**16:
+        labels, w = items or reference.call_items(x, target, loss_mask, v, **options)
+        keep = (w != 0).any(1)
+        index, count = (reference.kept_first(keep), keep.sum()) if indexed else (None, None)
+        if o.max_kept is not None:
+            w = torch.where((count > o.max_kept) & (w != 0), float("nan"), w)
+        return labels, w, index, count, None
+    num_items = reference.check_num_items(num_items, reduction)
+    if isinstance(num_items, torch.Tensor):
+        num_items = num_items.to(x.device)
+    if reduction is None and loss_mask is not None:  # log-probabilities: kept or not
+        loss_mask = loss_mask != 0
+    dtype = reference.math_dtype(x.dtype)
+    labels = None if ignore_index is None else target.reshape(N, K)
+    out = None if linear or not o.is_early(linear) else x.new_empty(N, x.shape[-1])
+    w, index, count = launch_prepare(
+        labels, loss_mask, (N, K), ignore_index or 0, o.vocab_size, reduction or "none", num_items,
+        o.max_kept, out, dtype, x.device, indexed)
+    return labels, w.view(N, K), index, count, out
+
+
+def public(function):
+    """`function` with the name, signature, defaults and docstring that it has in masked_ce."""
+    model = getattr(reference, function.__name__)
+    defaults = model.__kwdefaults__
+
+    @functools.wraps(model)
+    def with_defaults(*args, **options):
+        if not options.keys() <= defaults.keys():
+            unknown = ", ".join(options.keys() - defaults.keys())
+            raise TypeError(f"{model.__name__}() has no argument {unknown}")
+        return function(*args, **(defaults | options))
+
+    with_defaults.__module__ = __name__  # where pickle finds it
+    return with_defaults
+
+
+@public
+def masked_cross_entropy(logits, target, loss_mask=None, **options):
+    loss = call("labels", logits, target, loss_mask, **options)[0]
+    return loss.view(target.shape) if loss.dim() else loss
+
+
+@public
+def masked_cross_entropy_from_distribution(logits, target, loss_mask=None, *, target_format, **options):
+    reference.check_options(target_format=target_format)
+    loss = call(target_format, logits, target, loss_mask, **options)[0]
+    return loss.view(logits.shape[:-1]) if loss.dim() else loss
+
+
+@public
+def masked_log_probs(logits, target, loss_mask=None, **options):
+    log_prob, *others = call("log_probs", logits, target, loss_mask, **options)
+    return LogProbs(log_prob.view(target.shape), *(x.view(logits.shape[:-1]) for x in others))
+
+
+@public
+def masked_linear_cross_entropy(hidden, linear_weight, target, loss_mask=None, *, linear_bias, **options):
+    loss = call("labels", hidden, target, loss_mask, (linear_weight, linear_bias), **options)[0]
+    return loss.view(target.shape) if loss.dim() else loss
+
+
+@public
+def masked_linear_log_probs(hidden, linear_weight, target, loss_mask=None, *, linear_bias, **options):
+    log_prob, *others = call(
+        "log_probs", hidden, target, loss_mask, (linear_weight, linear_bias), **options)
+    return LogProbs(log_prob.view(target.shape), *(x.view(hidden.shape[:-1]) for x in others))
+
+
+@public
+def masked_linear_distillation(hidden, linear_weight, teacher_hidden, teacher_weight, loss_mask=None,
+                               *, linear_bias, teacher_bias, **options):
+    loss = call("logits", hidden, teacher_hidden, loss_mask, (linear_weight, linear_bias),
+                (teacher_weight, teacher_bias), **options)[0]
+    return loss.view(hidden.shape[:-1]) if loss.dim() else loss
