@@ -138,7 +138,7 @@ def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=
     if isinstance(num_items, Tensor):
         divisor = num_items.to(a.device, torch.float64)  # from another device: it may wait for it
     elif num_items is not None:
-        divisor = torch.full((), num_items, dtype=torch.float64, device=a.device)
+        divisor = a.new_ones(()) * num_items  # torch.full compiles again for each number
     if num_items is not None:
         check_values(~((0 <= divisor) & (divisor < INF)),
                      lambda _: f"num_items={num_items} is out of range")
@@ -536,9 +536,9 @@ def check_num_items(num_items, reduction):
     return num_items.reshape(-1)[0]
 
 
-def check_head(names, hidden, weight, bias, vocab=None, tokens=None) -> None:
+def check_head(names, hidden, weight, bias, vocab=None, tokens=None, device=None) -> None:
     tokens = getattr(hidden, "shape", ())[:-1] if tokens is None else tokens
-    check_tensor(names[0], hidden, (*tokens, ANY), FLOATS)
+    check_tensor(names[0], hidden, (*tokens, ANY), FLOATS, device)
     dtypes = FLOATS if autocast_dtype(hidden) else (hidden.dtype,)
     rows = vocab if vocab is not None else len(weight) if isinstance(weight, Tensor) and weight.dim() else ANY
     check_tensor(names[1], weight, (rows, hidden.shape[-1]), dtypes, hidden.device)
@@ -586,7 +586,8 @@ def check_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_size
             check_tensor("target", target, shape, FLOATS, x.device)
         else:
             names = "teacher_hidden", "teacher_weight", "teacher_bias"
-            check_head(names, target, *teacher_head, vocab=len(head[0]), tokens=items)
+            check_head(names, target, *teacher_head, vocab=len(head[0]), tokens=items,
+                       device=x.device)
     if loss_mask is not None:
         check_tensor("loss_mask", loss_mask, items, None, x.device)
     return v
