@@ -1,15 +1,26 @@
 """The lesson: what goes wrong in a masked loss, what is right, and what it costs. All computed.
 
-    python demo.py                       every chapter, under a minute on two CPU cores or one GPU
+    python demo.py                       every chapter, half a minute on two CPU cores or one GPU
     python demo.py nan chunks            some of them; --help lists them
     python demo.py --export lesson.svg   a picture of nan and chunks, or of the chapters named
 
 A chapter's docstring asks, its body experiments, and what it returns is the answer. A check passes
 if error <= 2 * (eager's error + eps), both over max|oracle| of their row; a count's budget is 0.
 """
-import argparse, ast, copy, functools, importlib.util, itertools, os, pkgutil, sys, warnings
+import argparse
+import ast
+import os
+import pkgutil
+import re
+import sys
+import warnings
 from collections import namedtuple
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: idle threads free their core
 
 import torch
 
@@ -20,7 +31,6 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers would tak
 import torch.nn.functional as F
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text  # for code: elsewhere rich would take z[mask] for markup
 from torch import nn
@@ -29,14 +39,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import masked_ce as reference
 
-CHAPTERS = "data nan partition samples chunks distribution triton speed".split()
+CHAPTERS = "data nan partition samples chunks logprobs distribution triton speed".split()
 CUT, IGNORE, INF = 1024, -100, torch.inf
 Sample = namedtuple("Sample", "prompt answer")  # a function without its docstring; the docstring
-partial, verdicts, console = functools.partial, [], Console(record=True, highlight=False)
+verdicts, console = [], Console(record=True, highlight=False)
 say = console.print
 
 
-@functools.cache
+@cache
 def corpus():
     """Every documented function in the standard library's top-level modules, shuffled."""
     found = []
@@ -61,7 +71,7 @@ def encode(sample, cut=None):  # -> tokens; labels: the next token, IGNORE where
     return tokens, reference.shift_labels(tokens.masked_fill(is_prompt, IGNORE))
 
 
-def eager(*args):  # (z, y), or (h, w, y)
+def eager(*args):  # of (logits, labels), or of (hidden, weight, labels)
     z = F.linear(*args[:2]) if len(args) == 3 else args[0]
     return F.cross_entropy(z.to(torch.promote_types(z.dtype, torch.float32)), args[-1])
 
@@ -73,13 +83,15 @@ def gradients(loss_fn, *leaves, dtype=None):  # -> the loss, and its gradient fo
     return (loss.detach(), *(x.grad for x in leaves))
 
 
-def compare(loss_fn, plain, *leaves):  # -> the worst tensor's error and budget
+def compare(loss_fn, plain, *leaves):
+    # -> error and budget of the worst tensor: the loss or a gradient, beside `plain` in float64.
+    # Both relative to their row's largest number: else a row of small gradients could be all wrong.
     pairs = []
     for got, same, oracle in zip(gradients(loss_fn, *leaves), gradients(plain, *leaves),
                                  gradients(plain, *leaves, dtype=torch.float64), strict=True):
         eps, rows = torch.finfo(got.dtype).eps, oracle.shape[0] if oracle.dim() > 1 else 1
         got, same, oracle = (x.double().reshape(rows, -1) for x in (got, same, oracle))
-        size = oracle.abs().amax(1, keepdim=True).clamp(min=1e-300)  # of a row: none may vanish
+        size = oracle.abs().amax(1, keepdim=True).clamp(min=1e-300)
         error, eager_error = (((x - oracle) / size).abs().max().item() for x in (got, same))
         pairs.append((error, 2 * (eager_error + eps)))
     return pairs[torch.tensor([error / budget for error, budget in pairs]).argmax()]  # NaN wins
@@ -88,6 +100,15 @@ def compare(loss_fn, plain, *leaves):  # -> the worst tensor's error and budget
 def table(*columns):  # numbers to the right; a name that begins with < is of a column of text
     made = [Column(c.lstrip("<"), justify="left" if c[:1] == "<" else "right") for c in columns]
     return Table(*made, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+
+
+def number(x):
+    return "[bold red]NaN[/]" if x.isnan() else f"{x:.3f}"
+
+
+def nan_row(*texts, values):  # of a table: the largest of each tensor, and no NaN may be there
+    largest = [x.abs().max() for x in values]
+    return (*texts, *map(number, largest), "[red]✗" if sum(largest).isnan() else "[green]✓")
 
 
 closing = table("<check", "error", "budget", "")
@@ -119,6 +140,20 @@ def syncs_and_peak(step):  # -> how often the host waited, and the most bytes he
     return syncs, held.max().item()
 
 
+@cache
+def triton_file():  # -> masked_ce_triton; or None, and why its kernels do not run here
+    try:
+        import masked_ce_triton as fast
+        fast.masked_cross_entropy(torch.zeros(1, 2, device=DEVICE), byte_tensor("\0"))
+        return fast, ""
+    except ImportError as error:
+        return None, f"Not run: {error} (pip install -r requirements.txt)."
+    except RuntimeError as error:
+        if DEVICE == "cuda":
+            raise  # a fault. On a CPU: Triton's interpreter and NumPy do not fit, and what would
+        return None, f"Not run: {error}"
+
+
 def data():
     """What should a fine-tuned model learn from, and what should it only read?"""
     s = next(s for s in corpus() if len(s.prompt) < 300 and s.answer.count("\n") == 2)
@@ -127,7 +162,7 @@ def data():
     share = sum(lengths) / sum(len(s.prompt + s.answer) for s in corpus())
     say(f"{len(lengths):,} functions of the standard library: the [dim]code is the prompt[/], the "
         f"[bold yellow]docstring the answer[/] of {lengths[0]} to {lengths[-1]:,} characters, half "
-        f"under {lengths[len(lengths) // 2]}. Prompts and answers ({share:.0%}) together:\n\n"
+        f"under {lengths[len(lengths) // 2]}. Answers are {share:.0%} of all characters:\n\n"
         f"{'░' * round(60 * (1 - share))}[yellow]{'█' * round(60 * share)}")
     spelt = bytes(y for y in encode(s)[1].tolist() if y != IGNORE).decode()
     check("the labels that are kept spell the answer", spelt != s.answer)
@@ -140,34 +175,42 @@ def nan():
     empty = [len(s.prompt.encode()) >= CUT for s in corpus()]
     say(f"Cut at {CUT:,} bytes, {sum(empty)} of {len(empty):,} samples keep no label: as many "
         f"empty batches of one, and {sum(map(min, zip(empty[::2], empty[1::2])))} of two.\n")
+    ours = reference.masked_linear_cross_entropy
+    recipes = [
+        ("F.cross_entropy(z, y)", lambda c: F.cross_entropy(c.z, c.y)),
+        ("(loss * mask).sum() / n", lambda c: (c.loss * c.mask).sum() / c.n),
+        ("where(mask, loss, 0).sum() / n", lambda c: torch.where(c.mask, c.loss, 0).sum() / c.n),
+        ("F.cross_entropy(h[mask] @ W.T, y[mask])",
+         lambda c: F.cross_entropy(c.h[c.mask] @ c.W.T, c.y[c.mask])),
+        ("masked_linear_cross_entropy(h, W, y)", lambda c: ours(c.h, c.W, c.y))]
+
+    def run(recipe, h, y, tokens, W):
+        # Who masks losses afterwards computes the prompt's too. That takes labels for all tokens:
+        # the next token everywhere, before any was replaced by IGNORE.
+        unmasked_labels = tokens.roll(-1)
+        z, mask = h @ W.T, y != IGNORE
+        loss = F.cross_entropy(z, unmasked_labels, reduction="none")
+        return recipe(SimpleNamespace(h=h, W=W, y=y, z=z, mask=mask, n=mask.sum(), loss=loss))
+
     embedding, weight = (torch.randn(256, 32, device=DEVICE) / k for k in (1, 6))
-    (prompt, unlabelled), (tokens, labels) = (
-        encode(corpus()[empty.index(e)], CUT) for e in (True, False))
+    prompt, unlabelled = encode(corpus()[empty.index(True)], CUT)
+    tokens, labels = encode(corpus()[empty.index(False)], CUT)
     clean, overflow, keep = embedding[prompt], embedding[tokens], labels != IGNORE
     overflow[0] = INF  # in a row of the prompt
     results = table("<z = h @ W.T", "empty:\nloss", "\ngrad", "inf:\nloss", "\ngrad", "")
-    for code in (
-            "F.cross_entropy(z, y)", "(loss * mask).sum() / n", "where(mask, loss, 0).sum() / n",
-            "F.cross_entropy(h[mask] @ W.T, y[mask])", "masked_linear_cross_entropy(h, W, y)"):
-        def run(h, y, following, W):
-            z, mask, n = h @ W.T, y != IGNORE, (y != IGNORE).sum()
-            loss = F.cross_entropy(z, following, reduction="none")
-            return eval(code, vars(torch) | vars(reference) | {"F": F}, locals())
-        first = gradients(partial(run, clean, unlabelled, prompt.roll(-1)), weight)
-        loss, grad = gradients(partial(run, overflow, labels, tokens.roll(-1)), weight)
-        cells = [x.abs().max() for x in (*first, loss, grad)]
+    for code, recipe in recipes:
+        of_empty = gradients(partial(run, recipe, clean, unlabelled, prompt), weight)
+        loss, grad = gradients(partial(run, recipe, overflow, labels, tokens), weight)
         if loss.isfinite() and grad.isnan().any():
             lost = (weight - 0.1 * grad).isnan().float().mean()
-        text = [f"{x:.3f}".replace("nan", "[bold red]NaN") for x in cells]
-        results.add_row(Text(code), *text, "[red]✗" if sum(cells).isnan() else "[green]✓")
+        results.add_row(*nan_row(Text(code), values=(*of_empty, loss, grad)))
     say(results)
-    ours = reference.masked_linear_cross_entropy
     check("no label: all 0", *compare(
         partial(ours, target=unlabelled), lambda h, w: 0 * (h.sum() + w.sum()), clean, weight))
     check("inf in a masked row", *compare(partial(ours, target=labels), lambda h, w: eager(
         h[keep], w, labels[keep]), overflow, weight))
-    return ("Where a token that does not count is computed with: 0/0 if none counts, 0 * NaN in "
-            f"backward (one step of SGD, and {lost:.0%} of W is NaN behind a finite loss). "
+    return ("As soon as a masked token takes part in arithmetic: 0/0 if no token counts, 0 * NaN in"
+            f" backward (one step of SGD, and {lost:.0%} of W is NaN behind a finite loss). "
             "[bold]Select rows first[/], and let a sum over none be 0.")
 
 
@@ -177,10 +220,12 @@ def partition():
     parts = [encode(s)[1] for s in short_first[:4] + short_first[-4:]]
     labels, kept = torch.cat(parts), [int((y != IGNORE).sum()) for y in parts]
     z = (byte_tensor(s.prompt for s in corpus()).bincount(minlength=256) + 1.0).log()
+
     def split(parts, z, num_items=None):
         losses = [reference.masked_cross_entropy(z.expand(len(y), -1), y, num_items=num_items)
                   for y in parts if (y != IGNORE).any()]
         return sum(losses) / (len(losses) if num_items is None else 1)
+
     whole, count = partial(split, [labels]), reference.count_items(labels != IGNORE)
     right, right_grad = gradients(whole, z)
     results = table("<the same 8 samples", "loss", "off by", "gradient off by")
@@ -198,105 +243,162 @@ def partition():
 
 def samples():
     """Per token or per sample: does the reduction change what a model learns?"""
-    context, steps, seeds = 16, 120, 3
-    reductions = {"mean": "[cyan]per token[/] ", "sample_mean": "[magenta]per sample[/]"}
-    text = byte_tensor(part for s in corpus() for part in s)
-    sizes = torch.tensor([[len(x.encode()) for x in s] for s in corpus()], device=DEVICE)
-    starts, lengths = sizes.sum(1).cumsum(0) - sizes[:, 1], sizes[:, 1].clamp(max=512)
-    groups = {"under 60": lengths < 63, "60 to 300": (lengths > 62) & (lengths < 304),
-              "over 300": lengths > 303}  # with the three quotes that end an answer
-    def batch(ids):  # the positions in answers, no others
-        cu = F.pad(lengths[ids].cumsum(0), (1, 0))
-        position = torch.arange(int(cu[-1]), device=DEVICE)
-        position += (starts[ids] - cu[:-1]).repeat_interleave(lengths[ids])
-        before = position[:, None] - torch.arange(context, 0, -1, device=DEVICE)
-        return text[before], text[position], cu
-    fifth = torch.arange(len(lengths), device=DEVICE) % 5 == 0
-    training, losses, screen = (~fifth).nonzero()[:, 0], [], Console()  # which records nothing
-    held_out = [batch((fifth & here).nonzero()[:, 0])[:2] for here in groups.values()]
-    (_, y, cu), each = batch(training[:16]), lengths[training[:16]].tolist()
-    check("sample_mean is the mean of means", *compare(
-        lambda z: reference.masked_cross_entropy(z, y, reduction="sample_mean", cu_seqlens=cu),
-        lambda z: sum(map(F.cross_entropy, z.split(each), y.split(each))) / len(each),
-        torch.randn(len(y), 256, device=DEVICE)))
-    with Progress(transient=True, console=screen, disable=not screen.is_terminal) as bars:
-        tasks = [bars.add_task("", total=seeds * steps) for _ in reductions]
-        for seed in range(torch.initial_seed(), torch.initial_seed() + seeds):
-            torch.manual_seed(seed)
-            model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(context * 16, 128),
-                                  nn.ReLU(), nn.Linear(128, 256)).to(DEVICE)
-            models = nn.ModuleList([model, copy.deepcopy(model)])
-            optimizer = torch.optim.AdamW(models.parameters(), lr=4e-3)
-            decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-            for _ in range(steps):
-                x, y, cu = batch(training[torch.randint(len(training), (16,))])
-                optimizer.zero_grad()
-                for task, r, model in zip(tasks, reductions, models):
-                    w = reference.token_weights(y >= 0, r, cu_seqlens=cu)
-                    loss = w @ F.cross_entropy(model(x), y, reduction="none")
-                    loss.backward()
-                    bars.update(task, advance=1, description=f"{reductions[r]}  loss {loss:.2f}")
-                optimizer.step(), decay.step()
-            with torch.no_grad():
-                losses.append([[F.cross_entropy(m(x), y) for m in models] for x, y in held_out])
+    context, steps, reductions = 8, 80, ("mean", "sample_mean")
+    seeds = range(torch.initial_seed(), torch.initial_seed() + 3)
+    by_length = {"under 60": range(63), "60 to 300": range(63, 304), "over 300": range(304, 513)}
+    # For each of an answer's bytes, up to the 512th: the `context` bytes before it, and it.
+    answers = [byte_tensor(s).unfold(0, context + 1, 1)[-len(s.answer.encode()):][:512]
+               for s in corpus()]
+    training = [x for i, x in enumerate(answers) if i % 5]  # every fifth is held out
+
+    def batch(answers):  # -> x (N, context): the bytes before y; y (N,); cu_seqlens of the answers
+        cu_seqlens = torch.tensor([0, *map(len, answers)], device=DEVICE).cumsum(0)
+        return torch.cat(answers)[:, :-1], torch.cat(answers)[:, -1], cu_seqlens
+
+    def train(reduction, seed):  # the same seed: the same start, the same batches
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(context * 16, 64),
+                              nn.ReLU(), nn.Linear(64, 256)).to(DEVICE)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+        for ids in torch.randint(len(training), (steps, 16)).tolist():
+            x, y, cu_seqlens = batch([training[i] for i in ids])
+            loss = reference.masked_cross_entropy(
+                model(x), y, reduction=reduction, cu_seqlens=cu_seqlens)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            return [F.cross_entropy(model(x), y) for x, y, _ in held_out]
+
+    held_out = [batch([x for x in answers[::5] if len(x) in r]) for r in by_length.values()]
+    with Console().status("Six small models learn to write docstrings"):  # ours would record it
+        losses = torch.tensor([[train(r, seed) for seed in seeds] for r in reductions])
+    _, y, cu_seqlens = batch(answers)
+    length = cu_seqlens.diff().repeat_interleave(cu_seqlens.diff())  # of each token's answer
+    weights = [reference.token_weights(y >= 0, r, cu_seqlens=cu_seqlens) for r in reductions]
     results = table("<answer's\nbytes", "<weight:\nper token", "<\nper sample",
                     "held out:\nper token", "\nper sample", "\ngap", "\n±")
-    _, y, cu = batch(torch.arange(len(lengths), device=DEVICE))
-    weights = [reference.token_weights(y >= 0, r, cu_seqlens=cu) for r in reductions]
-    for i, (name, here) in enumerate(groups.items()):
-        share = [w[here.repeat_interleave(lengths)].sum().item() for w in weights]
-        token, sample = torch.tensor(losses)[:, i].T
-        gap, spread = (token - sample).mean(), (token - sample).std()
-        results.add_row(name, *(f"{'█' * round(14 * x)} {x:.0%}" for x in share),
-                        *(f"{x:.3f}" for x in (token.mean(), sample.mean(), gap, spread)))
-        if i != 1:
-            check(f"{name} bytes: spread < gap", spread, (1 - i) * gap)
+    for (name, group), (token, sample) in zip(by_length.items(), losses.permute(2, 0, 1)):
+        here = (length >= group.start) & (length < group.stop)
+        shares, gaps = [w[here].sum().item() for w in weights], token - sample
+        results.add_row(name, *(f"{'█' * round(14 * x)} {x:.0%}" for x in shares),
+                        *map(number, (token.mean(), sample.mean(), gaps.mean(), gaps.std())))
+        if name != "60 to 300":
+            better = gaps.mean() if name == "under 60" else -gaps.mean()
+            check(f"{name} bytes: spread < gap", gaps.std(), better)
     say(results)
     return ("Yes, each is better where its weight is. Choose [bold]per token[/] if tokens count "
             "alike (pretraining, perplexity), [bold]per sample[/] if answers do (chat, rewards).")
 
 
 def chunks():
-    """How often must the host look at the mask, to skip what it hides?"""
+    """How often must the host look at the mask to skip what it hides, and what is computed then?"""
     n, hidden_size, v, chunk = 2048, 64, 4096, 64
     h, w = (torch.randn(k, hidden_size, device=DEVICE) / 2 for k in (n, v))
     y = torch.cat([encode(s)[1] for s in corpus()[:40] if len(s.prompt) < CUT])[:n]
     keep = y != IGNORE
     every, in_chunks = keep | True, keep.view(-1, chunk).any(1).repeat_interleave(chunk)
-    bound = -(-int(keep.sum()) // 128) * 128
+    bound, first = -(-int(keep.sum()) // 128) * 128, int(keep.nonzero()[0])
+
     def look_at_each(h, w, y):
         losses = [F.cross_entropy(F.linear(h, w), y, reduction="sum")
                   for h, y in zip(h.split(chunk), y.split(chunk)) if (y != IGNORE).any()]  # a sync
         return sum(losses) / (y != IGNORE).sum()
+
     ours = partial(reference.masked_linear_cross_entropy, chunk_size=chunk)
-    results, strips = table("<", "syncs", "rows", "multiply-adds", "peak memory", "agrees"), []
-    in_place = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
-    for name, loss_fn, rows, promised in (
-        ("F.cross_entropy", eager, every, 0),
-        ("look at each chunk", look_at_each, in_chunks, n // chunk),
-        ('skip="chunks"', partial(ours, skip="chunks"), in_chunks, 1),
-        ('skip="rows"', ours, keep, 1),
-        (f"max_kept={bound}", partial(ours, max_kept=bound), keep, 0),
-        ('skip="none"', partial(ours, skip="none"), every, 0),
-    ):
-        step = partial(gradients, lambda h, w: loss_fn(h, w, y), h, w)
-        same = check(name, *compare(step.args[0], lambda h, w: eager(h, w, y), h, w))
-        syncs, peak = syncs_and_peak(step)
-        with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-            step()
-        multiply_adds = counter.get_total_flops() // 2
-        computed = multiply_adds / (3 * hidden_size * v)  # forward and two gradients
-        drawn = bound if "max_kept" in name else rows.sum()
-        check(f"{name}: rows and {promised} syncs", abs(computed - drawn) + abs(syncs - promised))
-        results.add_row(name, str(syncs), f"{computed:,.0f}", f"{multiply_adds / 1e6:,.0f} M",
-                        f"{peak / 2**20:.1f} MiB", same)
-        cells = zip(*(x.float().chunk(min(console.width, 120) - 20) for x in (rows, keep)))
-        marks = ["·" if r.mean() < 0.5 else "▒" if k.mean() < 0.5 else "█" for r, k in cells]
-        strips.append(f"\n{name:20}{''.join(marks)}")
-    strips.append("\n█ kept  ▒ computed though masked  · not computed")
-    say(results, "".join(strips).replace("█", "[green]█[/]").replace("▒", "[red]▒[/]"))
-    return (f"Once for all, or never if the data loader knows a bound. (N, V), {n * v >> 18} MiB "
-            f"here, {8192 * 128256 / 2**28:.1f} GiB for 8,192 tokens of Llama 3, never exists.")
+    cases = [("F.cross_entropy", eager, every, 3, 0),
+             ("look at each chunk", look_at_each, in_chunks, 3, n // chunk),
+             ('skip="chunks"', partial(ours, skip="chunks"), in_chunks, 4, 1),
+             ('skip="rows"', ours, keep, 4, 1),
+             (f"max_kept={bound}", partial(ours, max_kept=bound), keep, 4, 0),
+             ('skip="none"', partial(ours, skip="none"), every, 4, 0)]
+    fast, not_run = triton_file()
+    if fast:
+        ours = fast.masked_linear_cross_entropy
+        cases += [("Triton: one chunk", ours, None, 3, 1),
+                  ("  chunk_size=8", partial(ours, chunk_size=8), None, 3, 1),
+                  ("  recompute=True", partial(ours, recompute=True), None, 4, 1)]
+    results, strips = table("<", "syncs", "rows", "GEMMs", "multiply-adds", "peak", "agrees"), ""
+    for name, loss_fn, rows, gemms, promised in cases:
+        if rows is None:  # 24 rows, 16 of them kept, and 256 words: what its interpreter can bear
+            h, w, y = h[first - 8:first + 16], w[:256], y[first - 8:first + 16]
+            first, rows = 8, y != IGNORE
+        forward, backward = (FlopCounterMode(display=False) for _ in range(2))
+        leaves = [x.clone().requires_grad_() for x in (h, w)]
+        with forward:
+            loss = loss_fn(*leaves, y)
+        with backward:
+            loss.backward()
+        flops = [counter.get_total_flops() for counter in (forward, backward)]
+        computed = bound if "max_kept" in name else int(rows.sum())
+        early, late = (x / (2 * computed * w.numel()) for x in flops)
+        loss_of = lambda h, w: loss_fn(h, w, y)
+        syncs, peak = syncs_and_peak(partial(gradients, loss_of, h, w))
+        same = check(name, *compare(loss_of, lambda h, w: eager(h, w, y), h, w))
+        check(f"{name.strip()}: {gemms} GEMMs, {promised} syncs",
+              abs(early + late - gemms) + abs(syncs - promised))
+        results.add_row(name, str(syncs), f"{computed:,}", f"{early:g} + {late:g}",
+                        f"{sum(flops) / 2e6:,.1f} M", f"{peak / 2**20:.1f} MiB", same)
+        if len(rows) == n:
+            cells = zip(*(x.float().chunk(min(console.width, 120) - 20) for x in (rows, keep)))
+            marks = ["·" if r.mean() < 0.5 else "▒" if k.mean() < 0.5 else "█" for r, k in cells]
+            strips += f"{name:20}{''.join(marks)}\n"
+    strips += "█ kept  ▒ computed though masked  · not computed"
+    say(results, not_run, strips.replace("█", "[green]█[/]").replace("▒", "[red]▒[/]"), sep="\n")
+    return (f"Once for all, or never if the data loader knows a bound. The logits (N, V), here "
+            f"{n * v >> 18} MiB in float32, for 8,192 tokens of Llama 3 {8192 * 128256 * 2 / 1e9:.1f} "
+            "GB in bfloat16, are never held; so backward computes them again, a fourth GEMM. The "
+            "Triton file saves it: it makes the gradients in forward, or keeps a single chunk.")
+
+
+def logprobs():
+    """A policy's log-probabilities: what do bfloat16 logits do to them, and a tool's NaN?"""
+    def log_prob_of(z, y):
+        return z.log_softmax(1).gather(1, y[:, None])[:, 0]
+    ours, n, size, v = reference.masked_linear_log_probs, 512, 64, 4096
+    h, w = (torch.randn(k, size, device=DEVICE) / 2 for k in (n, v))
+    results = table("largest\nlogit", "spacing of\nbfloat16", "bfloat16 logits:\nmean", "\nworst",
+                    "\nover 0.2", "float32 logits:\nworst")
+    for level in (0, 16, 64):  # added to every logit: the policy stays what it is
+        h[:, 0], w[:, 0] = 1, level
+        low_h, low_w = h.bfloat16(), w.bfloat16()
+        z = F.linear(low_h.double(), low_w.double())
+        y = z.softmax(1).multinomial(1)[:, 0]  # a policy learns from what it samples
+        off, off_float32, off_eager = (((x - log_prob_of(z, y)).exp() - 1).abs() for x in (
+            ours(low_h, low_w, y).log_prob,
+            ours(low_h, low_w, y, logits_dtype=torch.float32).log_prob,
+            log_prob_of(F.linear(low_h.float(), low_w.float()), y)))
+        eps, spacing = torch.finfo(torch.float32).eps, 2 ** (z.max().log2().floor() - 7)
+        results.add_row(f"{z.max():.1f}", f"{spacing:.3f}", f"{off.mean():.3f}", f"{off.max():.3f}",
+                        f"{(off > 0.2).double().mean():.0%}", f"{off_float32.max():.0e}")
+        check(f"float32 logits up to {z.max():.0f}", off_float32.max(), 2 * (off_eager.max() + eps))
+    say("A policy, and the same policy: exp(log_prob - exact log_prob) should be 1, and PPO often "
+        "clips what is off by over 0.2. It is off by:\n", results, sep="\n")
+    h, w = (torch.randn(k, 32, device=DEVICE) / 4 for k in (48, 256))
+    y, advantage = torch.randint(256, (48,), device=DEVICE), torch.randn(48, device=DEVICE)
+    old = log_prob_of(F.linear(h + 0.1, w), y)  # of the policy that sampled
+    mask = torch.arange(48, device=DEVICE) // 16 != 1  # the model writes, a tool answers, the model
+    h[~mask], n = torch.nan, mask.sum()
+    def gain(log_prob):  # of each token
+        return (log_prob - old).exp() * advantage
+    def eager_gain(h, w):
+        return gain(log_prob_of(F.linear(h, w), y))
+    results = table("<gain = exp(log_prob - old) * A", "gain", "grad", "")
+    for code, recipe in (
+        ("log_softmax: (gain * mask).sum() / n",
+         lambda h, w: (eager_gain(h, w) * mask).sum() / n),
+        ("log_softmax: where(mask, gain, 0).sum() / n",
+         lambda h, w: torch.where(mask, eager_gain(h, w), 0).sum() / n),
+        ("masked_linear_log_probs: (gain * mask).sum() / n",
+         lambda h, w: (gain(ours(h, w, y, mask).log_prob) * mask).sum() / n)):
+        value, _, grad = gradients(recipe, h, w)
+        results.add_row(*nan_row(Text(code), values=(value, grad)))
+    say("\nA tool's tokens are masked, and their hidden states hold NaN:\n", results, sep="\n")
+    check("policy gradient beside NaN", *compare(recipe, lambda h, w: (
+        eager_gain(torch.where(mask[:, None], h, 0), w) * mask).sum() / n, h, w))
+    return ("Rounding grows with the logits, even with a part that they all share and softmax takes "
+            "away: ask for [bold]logits_dtype=torch.float32[/]. And mask [bold]before[/] log_softmax: "
+            "a masked token's log-probability is 0 here, and so is its gradient.")
 
 
 def distribution():
@@ -307,43 +409,78 @@ def distribution():
     z = torch.randn_like(teacher).masked_fill(teacher == -INF, -INF)
     share = (z == -INF).float().mean()
     say(f"Teacher: which byte follows which in docstrings. {share:.0%} never do, in both: -inf.\n")
+
     def by_hand(divergence, t, z, careful=True):
         a, b = ((x.to(z.dtype) / t).log_softmax(1) for x in (teacher, z))
         a, b = (b, a) if divergence == "reverse_kl" else (a, b)
         terms = -b if divergence == "cross_entropy" else a - b
         return (a.exp() * (terms.masked_fill(z == -INF, 0) if careful else terms)).sum(1).mean()
+
     results = table("<", "T", "by hand", "ours", "gradient", "x T²")
-    for divergence, t in itertools.product(("cross_entropy", "forward_kl", "reverse_kl"), (1, 4)):
-        plain = partial(by_hand, divergence, t)
-        ours = partial(reference.masked_cross_entropy_from_distribution, target=teacher,
-                       target_format="logits", divergence=divergence, temperature=t)
-        check(f"{divergence}, T = {t}", *compare(ours, plain, z))
-        loss, grad = gradients(ours, z)
-        numbers = (plain(z, careful=False), loss, grad.norm(), grad.norm() * t**2)
-        results.add_row(divergence, str(t), *(f"{x:.4f}" for x in numbers))
+    for divergence in ("cross_entropy", "forward_kl", "reverse_kl"):
+        for t in (1, 4):
+            plain = partial(by_hand, divergence, t)
+            ours = partial(reference.masked_cross_entropy_from_distribution, target=teacher,
+                           target_format="logits", divergence=divergence, temperature=t)
+            check(f"{divergence}, T = {t}", *compare(ours, plain, z))
+            loss, grad = gradients(ours, z)
+            size = grad.norm()
+            results.add_row(divergence, str(t), *map(number, (
+                plain(z, careful=False), loss, size, size * t**2)))
     say(results)
+    top_k()
     return ("0 * -inf, which must be 0, is NaN: leave those terms out. A temperature shrinks the "
             "gradient by about T²: beside a label loss, multiply by T² yourself.")
 
 
+def top_k():
+    """A teacher of many words, of which only the likeliest are kept."""
+    words = [word for s in corpus() for word in re.findall(r"\w+|\S", s.answer)]
+    numbers = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    ids, v = torch.tensor([numbers[word] for word in words], device=DEVICE), len(numbers)
+    common = ids.bincount().topk(32).indices  # 32 tokens: what follows each of these words?
+    follows = torch.stack([ids[1:][ids[:-1] == i].bincount(minlength=v) for i in common])
+    q = follows / follows.sum(1, keepdim=True)
+    z = torch.randn(len(q), v, device=DEVICE)
+    _, whole = gradients(lambda z: F.cross_entropy(z, q, reduction="sum"), z)
+    results = table("labels a token", "hold", "bytes a token", "gradient off by", "agrees")
+    for k in (8, 64, 512, v):
+        probabilities, labels = q.topk(k)
+        dense = torch.zeros_like(q).scatter(1, labels, probabilities)
+        ours = partial(reference.masked_cross_entropy, target=labels, loss_mask=probabilities,
+                       reduction="sum")
+        same = check(f"top {k:,} beside dense", *compare(
+            ours, lambda z: F.cross_entropy(z, dense.to(z.dtype), reduction="sum"), z))
+        off = (gradients(ours, z)[1] - whole).norm() / whole.norm()
+        size = min(k * (4 + 2), v * 2)  # an int32 and a bfloat16 each; of all, no ids are needed
+        held = probabilities.sum(1).mean()
+        results.add_row(f"{k:,}", f"{held:.1%}", f"{size:,}", f"{off:.1%}", same)
+    say(f"\nTeacher: which of {v:,} words follows which. Its likeliest words alone:\n", results)
+
+
 def triton():
     """Do the Triton kernels compute what the reference does?"""
-    if not importlib.util.find_spec("triton"):
-        return "Not shown: Triton is not installed."
-    import masked_ce_triton as fast
+    fast, not_run = triton_file()
+    if not_run:
+        return not_run
     n, v, dtype = (24, 300, torch.float32) if DEVICE == "cpu" else (512, 32000, torch.bfloat16)
     h, w = (torch.randn(k, 64, device=DEVICE, dtype=dtype) for k in (n, v))
     y = torch.randint(v, (n,), device=DEVICE)
     y[::3], h[::3] = IGNORE, torch.nan
-    z, teacher = F.linear(h, w), dict(target=F.linear(h.flip(1), w), target_format="logits")
+    z, teacher, keep = F.linear(h, w), F.linear(h.flip(1), w), y != IGNORE
     results = table("<masked rows hold NaN", "agrees")
-    for name, leaves, kwargs in (
-        ("masked_cross_entropy", (z,), dict(target=y, softcap=30.0, label_smoothing=0.1)),
-        ("masked_cross_entropy_from_distribution", (z,), dict(loss_mask=y != IGNORE, **teacher)),
-        ("masked_linear_cross_entropy", (h, w), dict(target=y, z_loss=0.1, max_kept=n)),
+    for name, leaves, others, options in (
+        ("masked_cross_entropy", (z,), (y,), dict(softcap=30.0, label_smoothing=0.1)),
+        ("masked_cross_entropy_from_distribution", (z,), (teacher, keep),
+         dict(target_format="logits")),
+        ("masked_linear_cross_entropy", (h, w), (y,), dict(z_loss=0.1, max_kept=n)),
+        ("masked_linear_log_probs", (h, w), (y,), dict(temperature=2.0)),
     ):
-        ours, theirs = (partial(getattr(m, name), **kwargs) for m in (fast, reference))
-        results.add_row(name, check(name, *compare(ours, theirs, *leaves)))
+        def loss(module, *leaves):
+            result = getattr(module, name)(*leaves, *others, **options)
+            return result if torch.is_tensor(result) else (result.log_prob + result.entropy).sum()
+        same = check(name, *compare(partial(loss, fast), partial(loss, reference), *leaves))
+        results.add_row(name, same)
     say(results)
     return f"Yes, {'compiled' if DEVICE == 'cuda' else 'in the interpreter; a GPU compiles them'}."
 
@@ -371,7 +508,7 @@ def speed():
     ):
         for path in (*known, *paths):
             package = path.replace(":", ".").split(".")[0]
-            if package not in known and not importlib.util.find_spec(package):
+            if package not in known and not find_spec(package):
                 continue
             f = known.get(path) or pkgutil.resolve_name(path)
             error, budget = compare(lambda *x: f(*x, y), lambda *x: eager(*x, y), *leaves)
@@ -396,10 +533,13 @@ def main():
         parser.error(f"{names}: the chapters are {', '.join(CHAPTERS)}")
     warnings.simplefilter("ignore")  # of other people's source; of NaN in Triton's interpreter
     sys.stdout.reconfigure(errors="replace")
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # ours; the profiler writes to 2 itself
+    # The profiler's C++ code reports to file descriptor 2, where it would break a table in two.
+    # So sys.stderr, for tracebacks, goes on with a copy of 2, and 2 itself leads nowhere.
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     console.width = 88 if args.export else console.width
-    torch.manual_seed(args.seed), corpus()
+    torch.manual_seed(args.seed)
+    corpus()
     try:
         for name in names:
             torch.manual_seed(args.seed)

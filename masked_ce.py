@@ -179,7 +179,7 @@ def sum_over_ranks(x: Tensor, group) -> Tensor:
 
 
 # -------------------------------------------------------------------------------- 2 losses of rows
-# logits (n, V), w (n, K): 0 where an item is not there. Losses are weighted and (n, K) too.
+# logits (n, V) of selected rows; w (n, K), 0 where an item is not there. Losses are w * l, (n, K).
 def selected(x: Tensor, w: Tensor) -> Tensor:
     """0 in the rows of which no item counts: nothing that they hold goes any further. 1R 1W
 
@@ -209,7 +209,7 @@ def label_losses(
     logits, target, w, *, label_smoothing=0.0, z_loss=0.0, softcap=None, temperature=1.0
 ) -> Tensor:
     """l = lse - z_y for each label, smoothed as in F.cross_entropy, plus z_loss * lse^2."""
-    z = transformed(selected(logits, w), softcap, temperature)
+    z = transformed(logits, softcap, temperature)
     log_p = z.log_softmax(1)  # subtracts the maximum first. 1R 1W, backward 2R 1W
     losses = -log_p.gather(1, target)  # backward 1W
     if label_smoothing:  # 1R, backward 1R 1W
@@ -226,8 +226,8 @@ def distribution_losses(
 ) -> Tensor:
     """Target (n, V): q, or a teacher's logits. 0 * inf is 0: where the first factor is 0 the second
     becomes 0 *before* they meet. (A product that is left out afterwards still has a gradient.)"""
-    log_p = transformed(selected(logits, w), softcap, temperature).log_softmax(1)
-    target = selected(target, w).detach().to(log_p.dtype)
+    log_p = transformed(logits, softcap, temperature).log_softmax(1)
+    target = target.to(log_p.dtype)
     if target_format == "logits":
         log_q = transformed(target, teacher_softcap, temperature).log_softmax(1)
         q = log_q.exp()
@@ -260,7 +260,7 @@ class LogProbs(NamedTuple):
 
 def log_probs(logits, target, w, *, softcap=None, temperature=1.0) -> LogProbs:
     """w is 1, 0, or NaN where a label is wrong. -> (n, K), (n,), (n,)"""
-    log_p = transformed(selected(logits, w), softcap, temperature).log_softmax(1)
+    log_p = transformed(logits, softcap, temperature).log_softmax(1)
     p = log_p.exp()
     entropy = -(p * torch.where(p != 0, log_p, 0.0)).sum(1)
     log_prob = log_p.gather(1, target)
@@ -674,7 +674,7 @@ def masked_cross_entropy(
         logits, target, loss_mask, ignore_index=ignore_index, reduction=reduction,
         cu_seqlens=cu_seqlens, num_items=num_items, vocab_size=vocab_size, vocab_group=vocab_group,
         **options)
-    rows = whole_rows(logits.reshape(len(w), logits.shape[-1]), v)
+    rows = selected(whole_rows(logits.reshape(len(w), logits.shape[-1]), v), w)
     return reduced(label_losses(rows, labels, w, **options), reduction, target.shape)
 
 
@@ -699,7 +699,8 @@ def masked_cross_entropy_from_distribution(
     v, _, w = checked_call(
         logits, target, loss_mask, reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items,
         vocab_size=vocab_size, vocab_group=vocab_group, **options)
-    rows, target = (whole_rows(x.reshape(len(w), x.shape[-1]), v) for x in (logits, target.detach()))
+    rows, target = (selected(whole_rows(x.reshape(len(w), x.shape[-1]), v), w)
+                    for x in (logits, target.detach()))
     losses = distribution_losses(rows, target, w, **options)
     return reduced(losses, reduction, logits.shape[:-1])
 
@@ -720,7 +721,7 @@ def masked_log_probs(
     v, labels, w = checked_call(
         logits, target, loss_mask, ignore_index=ignore_index, vocab_size=vocab_size,
         vocab_group=vocab_group, **options)
-    rows = whole_rows(logits.reshape(len(w), logits.shape[-1]), v)
+    rows = selected(whole_rows(logits.reshape(len(w), logits.shape[-1]), v), w)
     log_prob, *others = log_probs(rows, labels, w, **options)
     return LogProbs(log_prob.view(target.shape), *(x.view(logits.shape[:-1]) for x in others))
 

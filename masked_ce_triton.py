@@ -21,7 +21,12 @@ __all__ = list(reference.__all__)
 shift_labels, token_weights, count_items, LogProbs = (
     reference.shift_labels, reference.token_weights, reference.count_items, reference.LogProbs)
 
-INF, NAN = tl.constexpr(float("inf")), tl.constexpr(float("nan"))
+INF = tl.constexpr(float("inf"))
+
+
+def power_of_2(n: int) -> int:
+    """The smallest that is n or more."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 class Form(NamedTuple):
@@ -58,7 +63,7 @@ class Loss(NamedTuple):
             x = "p"
         else:
             x = "" if labels and not self.label_smoothing else "q"
-        return Form(self.kind, self.divergence, triton.next_power_of_2(K) if labels else 0, x,
+        return Form(self.kind, self.divergence, power_of_2(K) if labels else 0, x,
                     bool(self.label_smoothing), bool(self.z_loss), self.softcap is not None,
                     self.teacher_softcap is not None, self.temperature not in (None, 1), upstream,
                     entropy)
@@ -130,7 +135,7 @@ def _load_target(row, columns, MASKED: tl.constexpr, ACC: tl.constexpr, O: tl.co
     elif O.kind == "probabilities":
         t = tl.load(target + columns, mask=columns < V, other=0.0, eviction_policy=EVICT).to(ACC)
         # Also: on the sum of a bare load Triton 3.6's OptimizeThreadLocality pass fails.
-        t = tl.where(t < 0, NAN, t)
+        t = tl.where(t < 0, float("nan"), t)
     else:
         t = tl.where(columns < V, 1.0, 0.0).to(ACC)
     return t
@@ -229,7 +234,7 @@ def _finished(state, O: tl.constexpr):
 
 @triton.jit
 def _item(z, w, state, numbers, O: tl.constexpr):
-    """w * l, or w * log p, of items whose label has the logit z; 0 where w is. Its x is finished."""
+    """w * l, or w * log p, of items whose labels have the logits z; 0 where w is. x is finished."""
     m, s, x, _, _ = state
     _, _, _, smoothing, z_loss = numbers
     log_s = tl.log(s)
@@ -254,7 +259,7 @@ def _sum(x, O: tl.constexpr):  # over a row's labels, which are a scalar where t
 @triton.jit
 def _store_row(state, z, w, stats, items, N, k, K, numbers, O: tl.constexpr,
                PARTIAL: tl.constexpr):
-    """Stores a row's statistics and its items, whose labels have the logits z -> its final state."""
+    """Stores a row's statistics, and its items, whose labels have the logits z -> its state."""
     m, s, x, tm, ts = state
     ACC: tl.constexpr = w.dtype
     if PARTIAL:
@@ -383,10 +388,11 @@ def _gradient_at_labels(row, items, first, K, v, state, O: tl.constexpr):
     before these are overwritten. Labels that name one column all get the same number."""
     logits, target, V, _, numbers = row
     ACC: tl.constexpr = state[0].dtype
-    SOME: tl.constexpr = 16 if O.lanes > 16 else O.lanes  # all pairs would fill the registers
-    column = _label_columns(target, first, V, tl.arange(0, O.lanes), K)
-    own, others = tl.zeros([O.lanes], ACC), tl.zeros([O.lanes], ACC)
-    for start in range(0, O.lanes, SOME):
+    LANES: tl.constexpr = O.lanes  # Triton 3.6 takes no field of a tuple for a shape
+    SOME: tl.constexpr = 16 if LANES > 16 else LANES  # all pairs would fill the registers
+    column = _label_columns(target, first, V, tl.arange(0, LANES), K)
+    own, others = tl.zeros([LANES], ACC), tl.zeros([LANES], ACC)
+    for start in range(0, LANES, SOME):
         some = start + tl.arange(0, SOME)
         same = column[:, None] == _label_columns(target, first, V, some, K)[None, :]
         c = _coefficients(items, some, K, numbers, O)[None, :]
@@ -543,7 +549,7 @@ def _gradient_kernel(
     if O.lanes > 0:
         column = _label_columns(row[1], first, V, k, K)
     if O.lanes > 1:  # most blocks hold none of the labels
-        here, at_labels = (column >= start) & (column < start + BLOCK), tl.zeros([O.lanes], ACC)
+        here, at_labels = (column >= start) & (column < start + BLOCK), tl.zeros_like(c)
         some_here = tl.sum(here.to(tl.int32), 0) > 0
         if some_here:
             column, at_labels = _gradient_at_labels(row, items, first, K, v, state, O)
@@ -570,13 +576,14 @@ def _merge_kernel(
     in all of them, has m = -inf and s = 0 and adds nothing.
     """
     N, at = tl.num_programs(0), tl.program_id(0).to(tl.int64)
+    size = N.to(tl.int64) * (5 + K)
     numbers = _numbers(softcap, teacher_softcap, scale, smoothing, z_loss, tl.float64)
     k = tl.arange(0, O.lanes) if O.lanes > 1 else 0
     w = tl.load(w_ptr + at * K + k, mask=k < K, other=0.0)
     zero, z = tl.zeros([], tl.float64), w.to(tl.float64) * 0.0 - INF
     state = (zero - INF, zero, zero, zero - INF if O.kind == "logits" else zero, zero)
     for shard in range(0, shards):
-        part = parts_ptr + shard * (5 + K).to(tl.int64) * N + at
+        part = parts_ptr + shard * size + at
         m, s, x, tm, ts = _load_state(part, N)
         more = (m.to(tl.float64), s.to(tl.float64), x.to(tl.float64), tm.to(tl.float64),
                 ts.to(tl.float64))
@@ -669,12 +676,12 @@ def _prepare_kernel(
             if DIVISOR != "sum":
                 exact = tl.where(divisor == 0, 0.0, exact)
             # (exact is inf where negative weights made a sum of 0.)
-            exact = tl.where((a >= 0) & (a < INF) & (exact < INF), exact, NAN)
-            exact = tl.where((divisor >= 0) & (divisor < INF), exact, NAN)
+            exact = tl.where((a >= 0) & (a < INF) & (exact < INF), exact, float("nan"))
+            exact = tl.where((divisor >= 0) & (divisor < INF), exact, float("nan"))
         if TARGET:
             label = tl.load(target_ptr + at, mask=inside, other=0).to(tl.int64)
             known = (label >= 0) & (label < vocab_size)
-            exact = tl.where(known | (exact == 0), exact, NAN)
+            exact = tl.where(known | (exact == 0), exact, float("nan"))
         w = exact.to(dtype)
         # What rounds to 0 stays there, or nobody would write its row of out.
         w = tl.where((w == 0) & (exact != 0), 1.2e-38, w).to(dtype)
@@ -692,7 +699,7 @@ def _prepare_kernel(
             for start in range(0, N * K, BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 w = tl.load(w_ptr + at, mask=at < N * K, other=0.0)
-                tl.store(w_ptr + at, w * NAN, mask=(at < N * K) & (w != 0))
+                tl.store(w_ptr + at, w * float("nan"), mask=(at < N * K) & (w != 0))
 
 
 @triton.jit
@@ -743,30 +750,32 @@ def _launch(kernel, grid: int, tensors, integers, floats, key, choose) -> None:
     address, or an integer, is a multiple of 16; whether an integer is 1 or needs 64 bits; the
     constants. (float64 arguments make no difference.) To find that out takes Triton longer than
     many of these kernels run, so _compiled keeps what it compiled under a key of the same facts,
-    and a compiled kernel takes addresses for tensors. `key` stands there for integers and constants.
+    and a compiled kernel takes addresses for tensors. `key` holds integers and constants.
     """
     if not grid:
         return
-    with torch.cuda.device_of(tensors[0]):
-        if not fast_launch:
-            constants, options = choose()
-            kernel[(grid,)](*tensors, *integers, *floats, *constants, **options)
-            return
-        addresses = [x.data_ptr() for x in tensors]
-        key = (kernel.__name__, tensors[0].device, key, *[x % 16 for x in addresses],
-               *[x.dtype for x in tensors])
-        if ROCM:  # there Triton also looks whether 32 bits reach all of a tensor
-            key += tuple(x.untyped_storage().nbytes() < 2**31 for x in tensors)
-        known = _compiled.get(key)
-        if known is not None:
-            compiled, constants = known
-            compiled[(grid, 1, 1)](*addresses, *integers, *floats, *constants)
-            return
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _launch(kernel, grid, tensors, integers, floats, key, choose)
+    if not fast_launch:
         constants, options = choose()
-        compiled = kernel[(grid,)](*tensors, *integers, *floats, *constants, **options)
-        # Not of the interpreter, and not while Triton still compiles in the background.
-        if isinstance(compiled, triton.compiler.CompiledKernel):
-            _compiled[key] = compiled, constants
+        kernel[(grid,)](*tensors, *integers, *floats, *constants, **options)
+        return
+    addresses = [x.data_ptr() for x in tensors]
+    key = (kernel.__name__, device, key, *[x % 16 for x in addresses], *[x.dtype for x in tensors])
+    if ROCM:  # there Triton also looks whether 32 bits reach all of a tensor
+        key += tuple(x.untyped_storage().nbytes() < 2**31 for x in tensors)
+    known = _compiled.get(key)
+    if known is not None:
+        compiled, constants = known
+        compiled[(grid, 1, 1)](*addresses, *integers, *floats, *constants)
+        return
+    constants, options = choose()
+    compiled = kernel[(grid,)](*tensors, *integers, *floats, *constants, **options)
+    # Not of the interpreter, and not while Triton still compiles in the background.
+    if isinstance(compiled, triton.compiler.CompiledKernel):
+        _compiled[key] = compiled, constants
 
 
 def _seen(n: int):
@@ -820,7 +829,7 @@ def launch_statistics(logits, target, w, o: Loss, gradient=False, out=None, zero
         narrow = labels and not (wide or form.softcap or form.smoothed)
         size = 8192 if not gradient else 32768 if narrow or wide else 16384
         warps = 32 if wide else 8 if narrow or not gradient else 16
-        block = min(triton.next_power_of_2(max(V, 32)), size // item)
+        block = min(power_of_2(max(V, 32)), size // item)
         second = gradient and block // (2 if narrow else 1)
         options = dict(maxnreg=80) if narrow and not ROCM else {}
         options["num_warps"] = max(warps * block * item // size, 1)
@@ -847,7 +856,7 @@ def launch_gradient(logits, target, w, upstream, v, stats, o: Loss, out=None, fi
     # One warp and 2048 bytes: 1.03 of a copy of the logits (H200, bf16, V = 128256 and 256000).
     # Several labels are looked at by each program, so there are fewer, larger ones.
     size = 2048 if K == 1 else 8192
-    block = min(triton.next_power_of_2(max(width, 16)), size // logits.element_size())
+    block = min(power_of_2(max(width, 16)), size // logits.element_size())
     constants = o.form(K, upstream is not None, v is not None), block
     tensors = (logits, target, w, w if upstream is None else upstream, w if v is None else v, stats,
                out)
@@ -882,7 +891,7 @@ def launch_prepare(target, loss_mask, shape, ignore_index, vocab_size, reduction
     """-> w (N * K,), and if `indexed` the permutation (N,) and the count of _prepare_kernel, else
     None. shape is (N, K). Zeros go to the rows of out (N, V), if given, that are not kept."""
     N, K = shape
-    w = torch.empty(N * K, dtype=dtype, device=device)
+    w = torch.empty(N, K, dtype=dtype, device=device)
     index = torch.empty(N, dtype=torch.int64, device=device) if indexed else None
     count = torch.empty((), dtype=torch.int64, device=device) if indexed else None
     tensor = isinstance(num_items, torch.Tensor)
@@ -890,7 +899,7 @@ def launch_prepare(target, loss_mask, shape, ignore_index, vocab_size, reduction
     divisor = divisor if reduction == "mean" else ""
     V = 0 if out is None else out.shape[1]
     constants = (target is not None, loss_mask is not None, divisor, indexed,
-                 triton.next_power_of_2(K), 2048)
+                 power_of_2(K), 2048)
     tensors = (w if target is None else target.contiguous(),
                w if loss_mask is None else loss_mask.contiguous(), num_items if tensor else w, w,
                index if indexed else w, count if indexed else w, w if out is None else out)
@@ -905,9 +914,9 @@ def launch_prepare(target, loss_mask, shape, ignore_index, vocab_size, reduction
 
 def launch_rows(x, index, w, out, scatter=False):
     """_rows_kernel: rows of x (n or N, H) to out."""
-    N, K, n = len(w), w.shape[1], len(x) if scatter else len(out)
+    N, K, n = *w.shape, x.shape[0] if scatter else out.shape[0]
     H = out.shape[1]
-    constants = index is not None, scatter, triton.next_power_of_2(K), 2048
+    constants = index is not None, scatter, power_of_2(K), 2048
     x = _rows(x)
     _launch(_rows_kernel, N if scatter else n, (x, w, w if index is None else index, out),
             (n, H, K, x.stride(0)), (), (constants, _seen(n), H, K, x.stride(0)),
@@ -1165,12 +1174,12 @@ def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teache
         stats = torch.nn.functional.pad(stats, (0, rows.N - n))
     keep = plan == "logits"
     return (*results, stats, torch.tensor(n, device="cpu"), logits if keep else None,
-            teacher_logits if keep and teacher else None,
+            teacher_logits if keep and teacher else None, h if keep and h is not hidden else None,
             *(grads.finished(o, rows, hidden, weight, bias) if early else (None,) * 3))
 
 
 def linear_backward(o: Call, hidden, weight, bias, target, teacher_weight, teacher_bias, w, index,
-                    count, stats, n, logits, teacher_logits, upstream, v):
+                    count, stats, n, logits, teacher_logits, h, upstream, v):
     """Late gradients -> grad_hidden, grad_weight, grad_bias. Of the logits that forward kept, which
     become g in place unless the graph is retained; or computed again, a block of columns at a time:
     to the kernels a block is what a rank's shard of the vocabulary is."""
@@ -1180,7 +1189,7 @@ def linear_backward(o: Call, hidden, weight, bias, target, teacher_weight, teach
     heads, teacher = Heads(o, weight, bias, teacher_weight, teacher_bias), teacher_weight is not None
     kept, narrow = logits is not None, o.logits_dtype != o.dtype
     acc = reference.math_dtype(o.dtype)
-    h, w = rows.hidden(hidden, o.dtype), rows.gather(w)
+    h, w = rows.hidden(hidden, o.dtype) if h is None else h, rows.gather(w)
     t = rows.hidden(target, o.dtype) if teacher and not kept else rows.gather(target)
     if o.per_token:
         upstream, v = (x if x is None else rows.gather(x) for x in (upstream, v))
@@ -1207,25 +1216,25 @@ def linear_backward(o: Call, hidden, weight, bias, target, teacher_weight, teach
 # ----------------------------------------------------------------------------------------- autograd
 def forward(o: Call, *tensors, out=None):
     """tensors: x, weight, bias, target, teacher_weight, teacher_bias, w, index, count; x are hidden
-    states, or where weight is None logits. -> results (3), then what backward needs (7): stats, n,
-    logits, teacher's logits, and where they are made now the gradients of x, weight, bias."""
+    states, or where weight is None logits. -> results (3), then what backward needs (8): stats, n,
+    logits, teacher's logits, moved rows of hidden, and where they are made now the gradients of x,
+    weight, bias."""
     x, weight, _, target, _, _, w, _, _ = tensors
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad():
         if weight is not None:
             return linear_forward(o, *tensors)
         *results, stats, grad = logits_forward(o, x, target, w, out)
-        return *results, stats, None, None, None, grad, None, None
+        return *results, stats, None, None, None, None, grad, None, None
 
 
 def backward(o: Call, *tensors):
     """tensors: forward's, then stats, n, logits, teacher's logits, and two upstream gradients, of
     the items (or log-probabilities) and of the entropies. -> gradients of x, weight, bias"""
     x, weight, _, target, _, _, w, _, _, stats, *_, upstream, v = tensors
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        if weight is not None:
-            return linear_backward(o, *tensors)
-        grad = launch_gradient(x, target, w, upstream, v, stats, o.loss, first=o.shard()[1])
-        return grad, None, None
+    if weight is not None:
+        return linear_backward(o, *tensors)
+    grad = launch_gradient(x, target, w, upstream, v, stats, o.loss, first=o.shard()[1])
+    return grad, None, None
 
 
 def setup(ctx, o: Call, tensors, outputs):
@@ -1261,7 +1270,7 @@ def gradients(ctx, upstream, v, *_):
         raise RuntimeError("the first backward used up what forward had kept: for a second one the "
                            "loss takes allow_retain_graph=True")
     ctx.spent = ctx.spent or saved[11] is not None and not o.retain_graph
-    grads = (traced_backward if o.traced else backward)(o, *saved[:13], upstream, v)
+    grads = (traced_backward if o.traced else backward)(o, *saved[:14], upstream, v)
     return [grad.to(dtype) if need else None
             for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
 
@@ -1296,7 +1305,7 @@ class Losses(torch.autograd.Function):
 NAMESPACE = "masked_ce_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in __name__)
 TENSORS = ("Tensor x, Tensor? weight, Tensor? bias, Tensor target, Tensor? teacher_weight, "
            "Tensor? teacher_bias, Tensor w, Tensor? index, Tensor? count")
-KEPT = "Tensor stats, Tensor? n, Tensor? logits, Tensor? teacher_logits"
+KEPT = "Tensor stats, Tensor? n, Tensor? logits, Tensor? teacher_logits, Tensor? rows"
 KINDS = {str: "str", float: "float", bool: "bool", int: "SymInt", torch.dtype: "ScalarType",
          Tuple[bool, bool, bool]: "bool[]", Optional[float]: "float?", Optional[int]: "SymInt?",
          Optional[str]: "str?"}
@@ -1334,7 +1343,7 @@ def fake_forward(o, x, weight, bias, target, teacher_weight, teacher_bias, w, *_
     n = None if weight is None else torch.empty((), dtype=torch.int64, device="cpu")
     early = o.is_early(weight is not None)
     grads = fake_gradients(o, x, weight, bias) if early else (None,) * 3
-    return *results, w.new_empty(5, len(w)), n, None, None, *grads
+    return *results, w.new_empty(5, len(w)), n, None, None, None, *grads
 
 
 def traced_setup(ctx, inputs, output):
@@ -1348,7 +1357,7 @@ def traced_backward(o, *tensors):
 
 
 forward_op = op("forward", forward, fake_forward,
-                f"({TENSORS}, {CALL}) -> ({', '.join(['Tensor'] * 10)})")
+                f"({TENSORS}, {CALL}) -> ({', '.join(['Tensor'] * 11)})")
 backward_op = op("backward", backward, lambda o, *tensors: fake_gradients(o, *tensors[:3]),
                  f"({TENSORS}, {KEPT}, Tensor? upstream, Tensor? v, {CALL}) -> (Tensor, Tensor, Tensor)")
 forward_op.register_autograd(
@@ -1369,22 +1378,13 @@ def is_traced(x) -> bool:
     return torch.compiler.is_compiling() or x.is_meta or bool(mode(key.PROXY) or mode(key.FAKE))
 
 
-def call(kind, x, target, loss_mask, head=None, teacher_head=None, **options):
-    """One call of any of the losses -> results (3), of which two may be None."""
-    no_func_transforms()
-    on_cpu = isinstance(x, torch.Tensor) and x.device.type == "cpu"
-    if on_cpu and not INTERPRETED:
-        raise RuntimeError(
-            "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or set "
-            "TRITON_INTERPRET=1 before anything imports triton")
-    get, group, items = options.get, options.get("vocab_group"), None
-    if on_cpu:  # where values can be looked at, and every rank can hear of another's error
-        v, *items = reference.checked_call(x, target, loss_mask, head, teacher_head, **options)
-    else:
-        v = reference.check_call(x, target, loss_mask, head, teacher_head, **options)
-    weight, bias = head or (None, None)
+def checked(kind, x, target, loss_mask, head, teacher_head, **options):
+    """reference.check_call -> a Call, whose checks need no look at a value."""
+    v = reference.check_call(x, target, loss_mask, head, teacher_head, **options)
+    get, group = options.get, options.get("vocab_group")
     dtype = (reference.autocast_dtype(x) if head else None) or x.dtype
-    needs = [torch.is_grad_enabled() and y is not None and y.requires_grad for y in (x, weight, bias)]
+    inputs = (x, *head) if head else (x, None, None)
+    needs = [torch.is_grad_enabled() and y is not None and y.requires_grad for y in inputs]
     o = Call(
         kind, get("divergence", "cross_entropy"), get("label_smoothing", 0.0), get("z_loss", 0.0),
         get("softcap"), get("teacher_softcap"), get("temperature"), v.size, v.each, v.here,
@@ -1392,18 +1392,57 @@ def call(kind, x, target, loss_mask, head=None, teacher_head=None, **options):
         tuple(needs), get("skip", "rows"), get("chunk_size"), get("max_kept"), dtype,
         torch.promote_types(dtype, get("logits_dtype") or dtype), get("recompute", False),
         get("allow_retain_graph", False), is_traced(x))
+    return v, o
+
+
+_checked = {}  # what a call's checks and its Call depend on -> the result of checked()
+
+
+def known_call(*args, **options):
+    """checked(), looked up where an earlier call was alike: the GPU waits for the host meanwhile.
+    Measured: see README."""
+    inputs = [*args[:4], *(args[4] or ()), *(args[5] or ())]
+    key = (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"),
+           *[(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else x
+             for x in inputs], *options.values(), *map(type, options.values()))
+    found = _checked.get(key)
+    if found is None:
+        if len(_checked) > 1000:
+            _checked.clear()
+        found = _checked[key] = checked(*args, **options)
+    return found
+
+
+def call(kind, x, target, loss_mask, head=None, teacher_head=None, *, cu_seqlens=None,
+         num_items=None, **options):
+    """One call of any of the losses -> results (3), of which two may be None."""
+    no_func_transforms()
+    args, items = (kind, x, target, loss_mask, head, teacher_head), None
+    weights = dict(options, cu_seqlens=cu_seqlens, num_items=num_items)
+    if isinstance(x, torch.Tensor) and x.device.type == "cuda" and not is_traced(x):
+        v, o = known_call(*args, **options)
+    else:
+        if isinstance(x, torch.Tensor) and x.device.type == "cpu":
+            if not INTERPRETED:
+                raise RuntimeError(
+                    "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, "
+                    "or set TRITON_INTERPRET=1 before anything imports triton")
+            # values can be looked at, and every rank can hear of another's error
+            _, *items = reference.checked_call(*args[1:], **weights)
+        v, o = checked(*args, **options)
     N = x.shape[:-1].numel()
-    labels, w, index, count, out = prepare(o, x, target, loss_mask, v, items, head is not None, options)
+    labels, w, index, count, out = prepare(o, x, target, loss_mask, v, items, head is not None, weights)
     x = x if x.dim() == 2 else x.reshape(N, x.shape[-1])
     if kind in ("probabilities", "logits"):
         labels = target.detach().reshape(N, target.shape[-1])
+    weight, bias = head or (None, None)
     teacher = [None if y is None else y.detach() for y in teacher_head or (None, None)]
     tensors = (x, weight, bias, labels, *teacher, w, index, count)
     if o.traced:
         loss, *others = forward_op(*tensors, *o)[:3]
         return loss.clone(), *others  # or autograd forbids `loss *= 2`
     outputs = forward(o, *tensors, out=out)
-    return Losses.apply(x, weight, bias, o, tensors, outputs) if any(needs) else outputs[:3]
+    return Losses.apply(x, weight, bias, o, tensors, outputs) if any(o.needs) else outputs[:3]
 
 
 def prepare(o: Call, x, target, loss_mask, v, items, linear, options):
@@ -1425,12 +1464,12 @@ def prepare(o: Call, x, target, loss_mask, v, items, linear, options):
     if reduction is None and loss_mask is not None:  # log-probabilities: kept or not
         loss_mask = loss_mask != 0
     dtype = reference.math_dtype(x.dtype)
-    labels = None if ignore_index is None else target.reshape(N, K)
+    labels = None if ignore_index is None else target.reshape(N, K) if K > 1 else target.reshape(N)
     out = None if linear or not o.is_early(linear) else x.new_empty(N, x.shape[-1])
     w, index, count = launch_prepare(
         labels, loss_mask, (N, K), ignore_index or 0, o.vocab_size, reduction or "none", num_items,
         o.max_kept, out, dtype, x.device, indexed)
-    return labels, w.view(N, K), index, count, out
+    return labels, w, index, count, out
 
 
 def public(function):
