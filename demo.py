@@ -183,7 +183,6 @@ def nan():
         ("F.cross_entropy(h[mask] @ W.T, y[mask])",
          lambda c: F.cross_entropy(c.h[c.mask] @ c.W.T, c.y[c.mask])),
         ("masked_linear_cross_entropy(h, W, y)", lambda c: ours(c.h, c.W, c.y))]
-
     def run(recipe, h, y, tokens, W):
         # Who masks losses afterwards computes the prompt's too. That takes labels for all tokens:
         # the next token everywhere, before any was replaced by IGNORE.
@@ -191,7 +190,6 @@ def nan():
         z, mask = h @ W.T, y != IGNORE
         loss = F.cross_entropy(z, unmasked_labels, reduction="none")
         return recipe(SimpleNamespace(h=h, W=W, y=y, z=z, mask=mask, n=mask.sum(), loss=loss))
-
     embedding, weight = (torch.randn(256, 32, device=DEVICE) / k for k in (1, 6))
     prompt, unlabelled = encode(corpus()[empty.index(True)], CUT)
     tokens, labels = encode(corpus()[empty.index(False)], CUT)
@@ -220,12 +218,10 @@ def partition():
     parts = [encode(s)[1] for s in short_first[:4] + short_first[-4:]]
     labels, kept = torch.cat(parts), [int((y != IGNORE).sum()) for y in parts]
     z = (byte_tensor(s.prompt for s in corpus()).bincount(minlength=256) + 1.0).log()
-
     def split(parts, z, num_items=None):
         losses = [reference.masked_cross_entropy(z.expand(len(y), -1), y, num_items=num_items)
                   for y in parts if (y != IGNORE).any()]
         return sum(losses) / (len(losses) if num_items is None else 1)
-
     whole, count = partial(split, [labels]), reference.count_items(labels != IGNORE)
     right, right_grad = gradients(whole, z)
     results = table("<the same 8 samples", "loss", "off by", "gradient off by")
@@ -250,11 +246,9 @@ def samples():
     answers = [byte_tensor(s).unfold(0, context + 1, 1)[-len(s.answer.encode()):][:512]
                for s in corpus()]
     training = [x for i, x in enumerate(answers) if i % 5]  # every fifth is held out
-
     def batch(answers):  # -> x (N, context): the bytes before y; y (N,); cu_seqlens of the answers
         cu_seqlens = torch.tensor([0, *map(len, answers)], device=DEVICE).cumsum(0)
         return torch.cat(answers)[:, :-1], torch.cat(answers)[:, -1], cu_seqlens
-
     def train(reduction, seed):  # the same seed: the same start, the same batches
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Embedding(256, 16), nn.Flatten(), nn.Linear(context * 16, 64),
@@ -269,7 +263,6 @@ def samples():
             optimizer.step()
         with torch.no_grad():
             return [F.cross_entropy(model(x), y) for x, y, _ in held_out]
-
     held_out = [batch([x for x in answers[::5] if len(x) in r]) for r in by_length.values()]
     with Console().status("Six small models learn to write docstrings"):  # ours would record it
         losses = torch.tensor([[train(r, seed) for seed in seeds] for r in reductions])
@@ -299,12 +292,10 @@ def chunks():
     keep = y != IGNORE
     every, in_chunks = keep | True, keep.view(-1, chunk).any(1).repeat_interleave(chunk)
     bound, first = -(-int(keep.sum()) // 128) * 128, int(keep.nonzero()[0])
-
     def look_at_each(h, w, y):
         losses = [F.cross_entropy(F.linear(h, w), y, reduction="sum")
                   for h, y in zip(h.split(chunk), y.split(chunk)) if (y != IGNORE).any()]  # a sync
         return sum(losses) / (y != IGNORE).sum()
-
     ours = partial(reference.masked_linear_cross_entropy, chunk_size=chunk)
     cases = [("F.cross_entropy", eager, every, 3, 0),
              ("look at each chunk", look_at_each, in_chunks, 3, n // chunk),
@@ -318,7 +309,8 @@ def chunks():
         cases += [("Triton: one chunk", ours, None, 3, 1),
                   ("  chunk_size=8", partial(ours, chunk_size=8), None, 3, 1),
                   ("  recompute=True", partial(ours, recompute=True), None, 4, 1)]
-    results, strips = table("<", "syncs", "rows", "GEMMs", "multiply-adds", "peak", "agrees"), ""
+    results, strips = table("<", "syncs", "rows", "GEMMs", "multiply-adds",
+                            "peak,\nfloat32", ""), ""
     for name, loss_fn, rows, gemms, promised in cases:
         if rows is None:  # 24 rows, 16 of them kept, and 256 words: what its interpreter can bear
             h, w, y = h[first - 8:first + 16], w[:256], y[first - 8:first + 16]
@@ -346,9 +338,10 @@ def chunks():
     strips += "█ kept  ▒ computed though masked  · not computed"
     say(results, not_run, strips.replace("█", "[green]█[/]").replace("▒", "[red]▒[/]"), sep="\n")
     return (f"Once for all, or never if the data loader knows a bound. The logits (N, V), here "
-            f"{n * v >> 18} MiB in float32, for 8,192 tokens of Llama 3 {8192 * 128256 * 2 / 1e9:.1f} "
-            "GB in bfloat16, are never held; so backward computes them again, a fourth GEMM. The "
-            "Triton file saves it: it makes the gradients in forward, or keeps a single chunk.")
+            f"{n * v >> 18} MiB in float32, for 8,192 tokens of Llama 3 "
+            f"{8192 * 128256 * 2 / 1e9:.1f} GB in bfloat16, are never held: backward computes them "
+            "again, a fourth GEMM. The Triton file saves it. It makes the gradients in forward, or "
+            "keeps the logits of a single chunk.")
 
 
 def logprobs():
@@ -372,8 +365,8 @@ def logprobs():
         results.add_row(f"{z.max():.1f}", f"{spacing:.3f}", f"{off.mean():.3f}", f"{off.max():.3f}",
                         f"{(off > 0.2).double().mean():.0%}", f"{off_float32.max():.0e}")
         check(f"float32 logits up to {z.max():.0f}", off_float32.max(), 2 * (off_eager.max() + eps))
-    say("A policy, and the same policy: exp(log_prob - exact log_prob) should be 1, and PPO often "
-        "clips what is off by over 0.2. It is off by:\n", results, sep="\n")
+    say("A policy beside itself: the ratio exp(log_prob - exact log_prob) should be 1. PPO would "
+        "clip it where it is off by over 0.2. It is off by:\n", results, sep="\n")
     h, w = (torch.randn(k, 32, device=DEVICE) / 4 for k in (48, 256))
     y, advantage = torch.randint(256, (48,), device=DEVICE), torch.randn(48, device=DEVICE)
     old = log_prob_of(F.linear(h + 0.1, w), y)  # of the policy that sampled
@@ -396,9 +389,9 @@ def logprobs():
     say("\nA tool's tokens are masked, and their hidden states hold NaN:\n", results, sep="\n")
     check("policy gradient beside NaN", *compare(recipe, lambda h, w: (
         eager_gain(torch.where(mask[:, None], h, 0), w) * mask).sum() / n, h, w))
-    return ("Rounding grows with the logits, even with a part that they all share and softmax takes "
-            "away: ask for [bold]logits_dtype=torch.float32[/]. And mask [bold]before[/] log_softmax: "
-            "a masked token's log-probability is 0 here, and so is its gradient.")
+    return ("Rounding grows with the logits, even with a part that they all share and that softmax "
+            "takes away: ask for [bold]logits_dtype=torch.float32[/]. And mask [bold]before[/] "
+            "log_softmax: then a masked token's log-probability is 0, and so is its gradient.")
 
 
 def distribution():
@@ -409,13 +402,11 @@ def distribution():
     z = torch.randn_like(teacher).masked_fill(teacher == -INF, -INF)
     share = (z == -INF).float().mean()
     say(f"Teacher: which byte follows which in docstrings. {share:.0%} never do, in both: -inf.\n")
-
     def by_hand(divergence, t, z, careful=True):
         a, b = ((x.to(z.dtype) / t).log_softmax(1) for x in (teacher, z))
         a, b = (b, a) if divergence == "reverse_kl" else (a, b)
         terms = -b if divergence == "cross_entropy" else a - b
         return (a.exp() * (terms.masked_fill(z == -INF, 0) if careful else terms)).sum(1).mean()
-
     results = table("<", "T", "by hand", "ours", "gradient", "x T²")
     for divergence in ("cross_entropy", "forward_kl", "reverse_kl"):
         for t in (1, 4):
