@@ -820,7 +820,7 @@ def launch_statistics(logits, target, w, o: Loss, gradient=False, out=None, zero
         # Measured on an H200, bf16 (bytes in a block, of the second pass if another, warps):
         #   no gradient                               8192          8  1.06 of a read at copy speed
         #   labels, rows under 128 KiB, no options   32768, 16384   8  80 registers: 3 programs a
-        #   labels, rows of 128 KiB and more         32768         32  multiprocessor, not 2
+        #   labels, rows of 128 KiB and more         32768         32  multiprocessor; 32: 2, not 1
         #   all others with a gradient               16384         16
         # A second pass hopes for the L2 cache: few programs, few rows, so wide ones. Softcap and
         # smoothing need registers: in the large blocks they spill.
@@ -831,7 +831,8 @@ def launch_statistics(logits, target, w, o: Loss, gradient=False, out=None, zero
         warps = 32 if wide else 8 if narrow or not gradient else 16
         block = min(power_of_2(max(V, 32)), size // item)
         second = gradient and block // (2 if narrow else 1)
-        options = dict(maxnreg=80) if narrow and not ROCM else {}
+        few = 80 if narrow else 32 if wide and not (form.softcap or form.smoothed) else None
+        options = dict(maxnreg=few) if few and not ROCM else {}
         options["num_warps"] = max(warps * block * item // size, 1)
         return (form, partial, second, zeroed, block), options
 
@@ -863,7 +864,7 @@ def launch_gradient(logits, target, w, upstream, v, stats, o: Loss, out=None, fi
     integers = (logits.stride(0), target_stride, *strides, v_stride, out.stride(0), V, width, first,
                 K)
     _launch(_gradient_kernel, N * -(-width // block), tensors, integers, o.numbers(),
-            (constants, integers), lambda: (constants, dict(num_warps=1 if K == 1 else 4)))
+            (constants, integers), lambda: (constants, dict(num_warps=4 if K > 1 else 1 if v is None else 2)))
     return out
 
 
@@ -955,6 +956,10 @@ class Call(NamedTuple):
     def loss(self) -> Loss:
         return Loss(*self[:8])
 
+    @property
+    def math(self) -> torch.dtype:
+        return reference.math_dtype(self.dtype)
+
     def shard(self):
         """-> the process group or None, and the column of the vocabulary that is the first here."""
         if self.group is None:
@@ -1041,7 +1046,7 @@ def gemm(out, a, b, add=None):
 
 
 class Rows:
-    """The rows that are computed: which they are, gathered tensors, and the way back."""
+    """The rows that are computed, and the ways there and back. Masked rows among them hold 0."""
 
     def __init__(self, o: Call, hidden, w, index, count, n=None):
         (self.N, H), self.w = hidden.shape, w
@@ -1049,168 +1054,168 @@ class Rows:
         if o.skip == "chunks":
             keep = reference.whole_chunks((w != 0).any(1), size)
             index, count = reference.kept_first(keep), keep.sum()
-        if n is None:
-            n = self.N
-            if o.max_kept is not None:
-                n = min(max(o.max_kept, 1), n)
-            elif o.skip != "none":
-                n = int(count)  # the one host sync
-        self.n, self.all_kept = n, o.skip == "rows" and o.max_kept is None
-        self.index = index if n < self.N else None  # a permutation; the first n rows are computed
-        self.size = size if o.skip == "chunks" else o.chunk(n, H)
+        if o.max_kept is not None:
+            n = min(max(o.max_kept, 1), self.N)
+        elif n is None:
+            n = self.N if o.skip == "none" else int(count)  # the one host sync
+        self.n, self.size = n, size if o.skip == "chunks" else o.chunk(n, H)
+        self.index = index if n < self.N else None  # a permutation, of which n rows are computed
+        self.as_they_are = self.index is None and o.skip == "rows" and o.max_kept is None
 
     def gather(self, x):  # (N, ...) -> (n, ...)
-        return x if self.index is None else x.index_select(0, self.index[: self.n])
+        return x if self.index is None or x is None else x.index_select(0, self.index[: self.n])
 
-    def hidden(self, x, dtype):  # (N, H) -> (n, H), 0 where masked
-        if self.index is None and self.all_kept:
+    def gather_hidden(self, x, dtype):  # (N, H) -> (n, H), 0 where masked
+        if self.as_they_are:
             return x.to(dtype)
         return launch_rows(x, self.index, self.w, x.new_empty(self.n, x.shape[1], dtype=dtype))
 
-    def scatter(self, d, dtype):  # (n, H) -> (N, H), 0 where masked, NaN where kept for nothing
-        if self.index is None and self.all_kept:
+    def scatter_hidden(self, d, dtype):  # (n, H) -> (N, H), 0 where masked, NaN if max_kept is low
+        if self.as_they_are:
             return d.to(dtype)
         out = d.new_empty(self.N, d.shape[1], dtype=dtype)
         return launch_rows(d, self.index, self.w, out, scatter=True)
 
-    def everywhere(self, items):  # (n, ...) -> (N, ...)
-        if self.index is None:
+    def scatter(self, items):  # (n, ...) -> (N, ...)
+        if self.index is None or items is None:
             return items
         blank = (0 * self.w if items.dim() > 1 else 0 * self.w.amax(1)).to(items.dtype)
         return blank.index_copy_(0, self.index[: self.n], items)
 
 
-class Heads:
-    """linear_weight and linear_bias, and for distillation the teacher's, as the GEMMs take them."""
+def part(x, at: slice, dim=0):
+    """x[at] of a dimension, and x itself where that is all of it: views cost the host time."""
+    if x is None or at.start == 0 and at.stop >= x.shape[dim]:
+        return x
+    return x[at] if dim == 0 else x[:, at]
 
-    def __init__(self, o: Call, weight, bias, teacher_weight, teacher_bias):
-        cut = [None if x is None else x if o.here == len(x) else x[: o.here]
-               for x in (weight, bias, teacher_weight, teacher_bias)]
-        self.weight, self.bias, self.teacher_weight, self.teacher_bias = (
-            None if x is None else x.to(o.dtype) for x in cut)
 
-    def logits(self, h, out, columns=slice(None)):
-        bias = None if self.bias is None else self.bias[columns]
-        return gemm(out, h, self.weight[columns].t(), bias)
-
-    def target(self, t, out, columns=slice(None)):  # a teacher's logits, or the labels
-        if self.teacher_weight is None:
-            return t
-        bias = None if self.teacher_bias is None else self.teacher_bias[columns]
-        return gemm(out, t, self.teacher_weight[columns].t(), bias)
+def head_logits(o: Call, h, weight, bias, out, columns=None):
+    """h @ weight^T + bias of the columns that count here, or of some of them, in `out`."""
+    columns = slice(0, o.here) if columns is None else columns
+    weight, bias = part(weight, columns), part(bias, columns)
+    return gemm(out, h, weight.to(o.dtype).t(), None if bias is None else bias.to(o.dtype))
 
 
 class Gradients:
-    """grad_hidden of n rows, grad_weight and grad_bias: those that are needed, else None."""
+    """grad_hidden of the computed rows, grad_weight, grad_bias: those that are needed, else None."""
 
-    def __init__(self, o: Call, n, hidden, weight, bias, hidden_dtype, weight_dtype):
+    def __init__(self, o: Call, n, weight, hidden_dtype, weight_dtype):
         V, H = weight.shape
         empty = weight.new_zeros if o.here < V else weight.new_empty  # padding gets zeros
-        self.hidden = hidden.new_empty(n, H, dtype=hidden_dtype) if o.needs[0] else None
+        self.hidden = weight.new_empty(n, H, dtype=hidden_dtype) if o.needs[0] else None
         self.weight = empty(V, H, dtype=weight_dtype) if o.needs[1] else None
-        self.bias = weight.new_zeros(V, dtype=reference.math_dtype(weight.dtype)) if o.needs[2] else None
+        self.bias = weight.new_zeros(V, dtype=o.math) if o.needs[2] else None
 
-    def add(self, g, h, weight, rows, columns, again_rows=False, again_columns=False):
-        """Multiplies out g, the gradient of logits [rows, columns]. again_rows: these rows of
-        grad_hidden have a sum already; again_columns: these columns of grad_weight."""
+    def add(self, g, h, weight, rows, columns, more_columns=False, more_rows=False):
+        """Multiplies out g, the gradient of logits [rows, columns]. more_columns: these rows have
+        had others, whose products are in grad_hidden; more_rows: these columns, in grad_weight."""
         if self.hidden is not None:
-            d = self.hidden[rows]
-            gemm(d, g, weight, d if again_rows else None)
+            d = part(self.hidden, rows)
+            gemm(d, g, weight, d if more_columns else None)
         if self.weight is not None:
-            d = self.weight[columns]
-            gemm(d, g.t(), h, d if again_columns else None)
+            d = part(self.weight, columns)
+            gemm(d, g.t(), h, d if more_rows else None)
         if self.bias is not None:
             self.bias[columns] += g.sum(0, dtype=self.bias.dtype)
 
-    def finished(self, o: Call, rows: Rows, hidden, weight, bias):
+    def finished(self, o: Call, rows: Rows, dtypes):
         """-> in their tensors' dtypes, grad_hidden of all rows and summed over ranks."""
-        group, d = o.shard()[0], self.hidden
-        if d is not None:
+        if self.hidden is not None:
+            group, _ = o.shard()
             if group is not None:
-                d = d.to(reference.math_dtype(d.dtype))
-                torch.distributed.all_reduce(d, group=group)
-            d = rows.scatter(d, hidden.dtype)
-        return (d, None if self.weight is None else self.weight.to(weight.dtype),
-                None if self.bias is None else self.bias.to(bias.dtype))
+                torch.distributed.all_reduce(self.hidden, group=group)
+            self.hidden = rows.scatter_hidden(self.hidden, dtypes[0])
+        grads = self.hidden, self.weight, self.bias
+        return tuple(x if x is None else x.to(dtype) for x, dtype in zip(grads, dtypes))
 
 
 def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teacher_bias, w, index,
                    count):
-    """-> results (3), stats (5, n), the number n of rows, logits and teacher's logits where they are
-    kept, gradients (3) where they are made now; None where there is none.
+    """-> results (3); what backward needs (5): statistics (5, n), n, logits and the teacher's where
+    they are kept, rows of hidden where they were moved; gradients (3) where they are made now.
 
     One chunk:   hidden (rows, H) --GEMM--> logits (rows, V) --kernel--> items, statistics
     early, more: the same launch turns the logits into their gradient g in place, then
                  g --GEMM with weight--> grad_hidden,  g^T --GEMM with hidden--> grad_weight
     """
-    rows = Rows(o, hidden, w, index, count)
-    plan, size, n = o.plan(rows.n, rows.size), rows.size, rows.n
+    rows, teacher = Rows(o, hidden, w, index, count), teacher_weight is not None
+    n, size = rows.n, rows.size
+    plan = o.plan(n, size)
     if plan == "columns":  # forward holds as little as backward will
-        size = max(min(size, 2**28 // (max(o.each, 1) * o.logits_dtype.itemsize)), 1)
-    h, w = rows.hidden(hidden, o.dtype), rows.gather(w)
-    heads, teacher = Heads(o, weight, bias, teacher_weight, teacher_bias), teacher_weight is not None
-    t = rows.hidden(target, o.dtype) if teacher else rows.gather(target)
-    acc = reference.math_dtype(o.dtype)
-    early = plan == "early"
-    grads = Gradients(o, n, hidden, weight, bias, hidden.dtype if o.group is None else acc, acc) if early else None
-    logits, teacher_logits = (h.new_empty(min(n, size) if x else 0, o.here, dtype=o.logits_dtype) for x in (True, teacher))
-    narrow = early and o.logits_dtype != o.dtype  # the gradient does not fit in place
-    g_buffer = h.new_empty(logits.shape) if narrow else logits
+        size = min(size, max(2**28 // (max(o.each, 1) * o.logits_dtype.itemsize), 1))
+    h, w = rows.gather_hidden(hidden, o.dtype), rows.gather(w)
+    t = rows.gather_hidden(target, o.dtype) if teacher else rows.gather(target)
+    logits = h.new_empty(min(n, size), o.here, dtype=o.logits_dtype)
+    teacher_logits = torch.empty_like(logits) if teacher else None
+    grads, g_buffer = None, logits
+    if plan == "early":
+        grads = Gradients(o, n, weight, hidden.dtype if o.group is None else o.math, o.math)
+        weight_here = part(weight, slice(0, o.here)).to(o.dtype)
+        if o.logits_dtype != o.dtype:
+            g_buffer = h.new_empty(logits.shape)  # in place it would have the wrong dtype
     parts = []
     for start in range(0, max(n, 1), size):
-        at = slice(start, start + size)
-        z = heads.logits(h[at], logits[: len(h[at])])
-        target_rows = heads.target(t[at], teacher_logits[: len(z)])
-        stats, items, g = _statistics(o, z, target_rows, w[at], early, g_buffer[: len(z)])
+        at, some = slice(start, start + size), slice(0, min(size, n - start))
+        h_at, t_at = part(h, at), part(t, at)
+        z = head_logits(o, h_at, weight, bias, part(logits, some))
+        if teacher:
+            t_at = head_logits(o, t_at, teacher_weight, teacher_bias, part(teacher_logits, some))
+        stats, items, g = _statistics(o, z, t_at, part(w, at), plan == "early", part(g_buffer, some))
         parts.append((stats, items))
-        if early:
-            grads.add(g, h[at], heads.weight, at, slice(0, o.here), again_columns=start > 0)
-    stats, items = parts[0] if len(parts) == 1 else (
-        torch.cat([s for s, _ in parts], 1), torch.cat([i for _, i in parts]))
+        if plan == "early":
+            grads.add(g, h_at, weight_here, at, slice(0, o.here), more_rows=start > 0)
+    if len(parts) > 1:
+        stats, items = torch.cat([x for x, _ in parts], 1), torch.cat([x for _, x in parts])
     results = _results(o, items, stats)
     if o.per_token:
-        results = [None if x is None else rows.everywhere(x) for x in results]
+        results = [rows.scatter(x) for x in results]
     if o.traced:  # n is a secret of this pass, so it returns as many statistics as there are rows
         stats = torch.nn.functional.pad(stats, (0, rows.N - n))
-    keep = plan == "logits"
-    return (*results, stats, torch.tensor(n, device="cpu"), logits if keep else None,
-            teacher_logits if keep and teacher else None, h if keep and h is not hidden else None,
-            *(grads.finished(o, rows, hidden, weight, bias) if early else (None,) * 3))
+    kept = (logits, teacher_logits, None if h is hidden else h) if plan == "logits" else (None,) * 3
+    dtypes = [x if x is None else x.dtype for x in (hidden, weight, bias)]
+    return (*results, stats, n, *kept,
+            *(grads.finished(o, rows, dtypes) if plan == "early" else (None,) * 3))
 
 
 def linear_backward(o: Call, hidden, weight, bias, target, teacher_weight, teacher_bias, w, index,
                     count, stats, n, logits, teacher_logits, h, upstream, v):
-    """Late gradients -> grad_hidden, grad_weight, grad_bias. Of the logits that forward kept, which
-    become g in place unless the graph is retained; or computed again, a block of columns at a time:
-    to the kernels a block is what a rank's shard of the vocabulary is."""
-    n = int(n)  # on CPU
-    rows = Rows(o, hidden, w, index, count, n)
-    stats = stats[:, :n].contiguous()
-    heads, teacher = Heads(o, weight, bias, teacher_weight, teacher_bias), teacher_weight is not None
-    kept, narrow = logits is not None, o.logits_dtype != o.dtype
-    acc = reference.math_dtype(o.dtype)
-    h, w = rows.hidden(hidden, o.dtype) if h is None else h, rows.gather(w)
-    t = rows.hidden(target, o.dtype) if teacher and not kept else rows.gather(target)
+    """Late gradients -> of hidden, weight, bias. Of the logits that forward kept, which become g in
+    place unless the graph is retained; or computed again, a block of columns at a time: to the
+    kernels a block is what a rank's shard of the vocabulary is."""
+    rows, teacher = Rows(o, hidden, w, index, count, int(n)), teacher_weight is not None
+    n, kept = rows.n, logits is not None
+    h, w = rows.gather_hidden(hidden, o.dtype) if h is None else h, rows.gather(w)
+    t = rows.gather_hidden(target, o.dtype) if teacher and not kept else rows.gather(target)
     if o.per_token:
-        upstream, v = (x if x is None else rows.gather(x) for x in (upstream, v))
+        upstream, v = rows.gather(upstream), rows.gather(v)
+    if stats.shape[1] != n:
+        stats = stats[:, :n].contiguous()
     width = max(o.here, 1)
-    if not kept:  # 128 MiB of logits, in whole KiB
+    if not kept:  # 128 MiB of logits, in steps of 1024 columns
         width = min(max(2**27 // (max(n, 1) * o.logits_dtype.itemsize) // 1024, 1) * 1024, width)
         logits = h.new_empty(n, width, dtype=o.logits_dtype)
-        teacher_logits = h.new_empty(n if teacher else 0, width, dtype=o.logits_dtype)
-    g = h.new_empty(n, width) if narrow or kept and o.retain_graph else logits
-    grads = Gradients(o, n, hidden, weight, bias,
-                      acc if width < o.here or o.group else hidden.dtype, weight.dtype)
+        teacher_logits = torch.empty_like(logits) if teacher else None
+    g = logits
+    if o.logits_dtype != o.dtype or kept and o.retain_graph:
+        g = h.new_empty(n, width)
+    in_parts = width < o.here or o.group is not None
+    grads = Gradients(o, n, weight, o.math if in_parts else hidden.dtype, weight.dtype)
+    _, first = o.shard()
     for start in range(0, max(o.here, 1), width):
         columns = slice(start, min(start + width, o.here))
-        here = slice(0, columns.stop - start)
-        z, t_here = logits[:, here], teacher_logits[:, here] if teacher else t
+        some = slice(0, columns.stop - start)
+        z, t_here, g_here = part(logits, some, 1), t, part(g, some, 1)
+        if teacher:
+            t_here = part(teacher_logits, some, 1)
         if not kept:
-            heads.logits(h, z, columns)
-            heads.target(t, t_here, columns)
-        launch_gradient(z, t_here, w, upstream, v, stats, o.loss, g[:, here], o.shard()[1] + start)
-        grads.add(g[:, here], h, heads.weight[columns], slice(None), columns, again_rows=start > 0)
-    return grads.finished(o, rows, hidden, weight, bias)
+            head_logits(o, h, weight, bias, z, columns)
+            if teacher:
+                head_logits(o, t, teacher_weight, teacher_bias, t_here, columns)
+        launch_gradient(z, t_here, w, upstream, v, stats, o.loss, g_here, first + start)
+        weight_here = part(weight, columns).to(o.dtype)
+        grads.add(g_here, h, weight_here, slice(0, n), columns, more_columns=start > 0)
+    return grads.finished(o, rows, [x if x is None else x.dtype for x in (hidden, weight, bias)])
 
 
 # ----------------------------------------------------------------------------------------- autograd
@@ -1241,20 +1246,20 @@ def setup(ctx, o: Call, tensors, outputs):
     """Keeps what backward needs. Early gradients of a head need nothing else; given logits are kept
     for a second backward, for they stay with the caller anyway."""
     ctx.set_materialize_grads(False)
-    ctx.o, ctx.spent = o, False
+    ctx.o, ctx.spent, ctx.linear = o, False, tensors[1] is not None
     ctx.early = any(x is not None for x in outputs[-3:])
     ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
-    ctx.linear = tensors[1] is not None
-    saved = (*(tensors if not (ctx.early and ctx.linear) else ()), *outputs[3:])
-    # what was made under inference_mode autograd refuses to save
-    ctx.unsaved = [x if x is not None and x.is_inference() else None for x in saved]
-    ctx.save_for_backward(*(x if y is None else None for x, y in zip(saved, ctx.unsaved)))
+    inputs = (None,) * 9 if ctx.early and ctx.linear else tensors
+    # autograd does not save what was made under inference_mode (and n is a number)
+    ctx.unsaved = [x if x is not None and x.is_inference() else None for x in inputs]
+    inputs = [x if y is None else None for x, y in zip(inputs, ctx.unsaved)]
+    stats, ctx.n, *others = outputs[3:]
+    ctx.save_for_backward(*inputs, stats, *others)
 
 
 def gradients(ctx, upstream, v, *_):
     """-> the gradients of x, weight and bias, None where nobody needs them."""
-    saved = [x if y is None else y for x, y in zip(ctx.saved_tensors, ctx.unsaved)]
-    o = ctx.o
+    saved, o = ctx.saved_tensors, ctx.o
     if torch.is_grad_enabled():
         raise RuntimeError("masked losses on Triton are once_differentiable: they have no "
                            "create_graph=True and no second derivatives. masked_ce has")
@@ -1269,8 +1274,11 @@ def gradients(ctx, upstream, v, *_):
     if ctx.spent and ctx.linear:
         raise RuntimeError("the first backward used up what forward had kept: for a second one the "
                            "loss takes allow_retain_graph=True")
-    ctx.spent = ctx.spent or saved[11] is not None and not o.retain_graph
-    grads = (traced_backward if o.traced else backward)(o, *saved[:14], upstream, v)
+    inputs = [x if y is None else y for x, y in zip(saved, ctx.unsaved)]
+    stats, logits, teacher_logits, h = saved[9:13]
+    ctx.spent = ctx.spent or logits is not None and not o.retain_graph
+    run = traced_backward if o.traced else backward
+    grads = run(o, *inputs, stats, ctx.n, logits, teacher_logits, h, upstream, v)
     return [grad.to(dtype) if need else None
             for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
 
@@ -1317,8 +1325,9 @@ def op(name, function, fake, schema):
     def wrapped(f):
         def run(*args):
             o, tensors = Call(*args[-len(Call._fields):]), args[: -len(Call._fields)]
-            empty = lambda: torch.empty(0, device="cpu")
-            return tuple(empty() if x is None else x for x in f(o, *tensors))
+            return tuple(torch.empty(0, device="cpu") if x is None else
+                         torch.tensor(x, device="cpu") if isinstance(x, int) else x
+                         for x in f(o, *tensors))
         return run
     made = torch.library.custom_op(
         f"{NAMESPACE}::{name}", wrapped(function), mutates_args=(), schema=schema)
