@@ -105,9 +105,9 @@ def number(x):
     return "[bold red]NaN[/]" if x.isnan() else f"{x:.3f}"
 
 
-def nan_row(*texts, values):  # of a table: the largest of each tensor, and no NaN may be there
-    largest = [x.abs().max() for x in values]
-    return (*texts, *map(number, largest), "[red]✗" if sum(largest).isnan() else "[green]✓")
+def nan_row(code, *tensors):  # of a table: the largest number of each, and whether one is NaN
+    largest = [x.abs().max() for x in tensors]
+    return Text(code), *map(number, largest), "[red]✗" if sum(largest).isnan() else "[green]✓"
 
 
 closing = table("<check", "error", "budget", "")
@@ -175,13 +175,7 @@ def nan():
     say(f"Cut at {CUT:,} bytes, {sum(empty)} of {len(empty):,} samples keep no label: as many "
         f"empty batches of one, and {sum(map(min, zip(empty[::2], empty[1::2])))} of two.\n")
     ours = reference.masked_linear_cross_entropy
-    recipes = [
-        ("F.cross_entropy(z, y)", lambda c: F.cross_entropy(c.z, c.y)),
-        ("(loss * mask).sum() / n", lambda c: (c.loss * c.mask).sum() / c.n),
-        ("where(mask, loss, 0).sum() / n", lambda c: torch.where(c.mask, c.loss, 0).sum() / c.n),
-        ("F.cross_entropy(h[mask] @ W.T, y[mask])",
-         lambda c: F.cross_entropy(c.h[c.mask] @ c.W.T, c.y[c.mask])),
-        ("masked_linear_cross_entropy(h, W, y)", lambda c: ours(c.h, c.W, c.y))]
+
     def run(recipe, h, y, tokens, W):
         # Who masks losses afterwards computes the prompt's too. That takes labels for all tokens:
         # the next token everywhere, before any was replaced by IGNORE.
@@ -189,6 +183,14 @@ def nan():
         z, mask = h @ W.T, y != IGNORE
         loss = F.cross_entropy(z, unmasked_labels, reduction="none")
         return recipe(SimpleNamespace(h=h, W=W, y=y, z=z, mask=mask, n=mask.sum(), loss=loss))
+
+    recipes = [
+        ("F.cross_entropy(z, y)", lambda c: F.cross_entropy(c.z, c.y)),
+        ("(loss * mask).sum() / n", lambda c: (c.loss * c.mask).sum() / c.n),
+        ("where(mask, loss, 0).sum() / n", lambda c: torch.where(c.mask, c.loss, 0).sum() / c.n),
+        ("F.cross_entropy(h[mask] @ W.T, y[mask])",
+         lambda c: F.cross_entropy(c.h[c.mask] @ c.W.T, c.y[c.mask])),
+        ("masked_linear_cross_entropy(h, W, y)", lambda c: ours(c.h, c.W, c.y))]
     embedding, weight = (torch.randn(256, 32, device=DEVICE) / k for k in (1, 6))
     prompt, unlabelled = encode(corpus()[empty.index(True)], CUT)
     tokens, labels = encode(corpus()[empty.index(False)], CUT)
@@ -200,7 +202,7 @@ def nan():
         loss, grad = gradients(partial(run, recipe, overflow, labels, tokens), weight)
         if loss.isfinite() and grad.isnan().any():
             lost = (weight - 0.1 * grad).isnan().float().mean()
-        results.add_row(*nan_row(Text(code), values=(*of_empty, loss, grad)))
+        results.add_row(*nan_row(code, *of_empty, loss, grad))
     say(results)
     check("no label: all 0", *compare(
         partial(ours, target=unlabelled), lambda h, w: 0 * (h.sum() + w.sum()), clean, weight))
@@ -350,6 +352,7 @@ def logprobs():
     """A policy's log-probabilities: what do bfloat16 logits do to them, and a tool's NaN?"""
     def log_prob_of(z, y):
         return z.log_softmax(1).gather(1, y[:, None])[:, 0]
+
     ours, n, size, v = reference.masked_linear_log_probs, 512, 64, 4096
     h, w = (torch.randn(k, size, device=DEVICE) / 2 for k in (n, v))
     results = table("largest\nlogit", "spacing of\nbfloat16", "bfloat16 logits:\nmean", "\nworst",
@@ -363,21 +366,26 @@ def logprobs():
             ours(low_h, low_w, y).log_prob,
             ours(low_h, low_w, y, logits_dtype=torch.float32).log_prob,
             log_prob_of(F.linear(low_h.float(), low_w.float()), y)))
-        eps, spacing = torch.finfo(torch.float32).eps, 2 ** (z.max().log2().floor() - 7)
+        spacing = 2 ** z.max().log2().floor() * torch.finfo(torch.bfloat16).eps
         results.add_row(f"{z.max():.1f}", f"{spacing:.3f}", f"{off.mean():.3f}", f"{off.max():.3f}",
                         f"{(off > 0.2).double().mean():.0%}", f"{off_float32.max():.0e}")
-        check(f"float32 logits up to {z.max():.0f}", off_float32.max(), 2 * (off_eager.max() + eps))
+        check(f"float32 logits up to {z.max():.0f}", off_float32.max(),
+              2 * (off_eager.max() + torch.finfo(torch.float32).eps))
     say("A policy beside itself: the ratio exp(log_prob - exact log_prob) should be 1. PPO would "
         "clip it where it is off by over 0.2. It is off by:\n", results, sep="\n")
+
     h, w = (torch.randn(k, 32, device=DEVICE) / 4 for k in (48, 256))
     y, advantage = torch.randint(256, (48,), device=DEVICE), torch.randn(48, device=DEVICE)
     old = log_prob_of(F.linear(h + 0.1, w), y)  # of the policy that sampled
-    mask = torch.arange(48, device=DEVICE) // 16 != 1  # the model writes, a tool answers, the model
+    mask = torch.arange(48, device=DEVICE) // 16 != 1  # 16 tokens of the model, a tool, the model
     h[~mask], n = torch.nan, mask.sum()
+
     def gain(log_prob):  # of each token
         return (log_prob - old).exp() * advantage
+
     def eager_gain(h, w):
         return gain(log_prob_of(F.linear(h, w), y))
+
     results = table("<gain = exp(log_prob - old) * A", "gain", "grad", "")
     for code, recipe in (
         ("log_softmax: (gain * mask).sum() / n",
@@ -387,7 +395,7 @@ def logprobs():
         ("masked_linear_log_probs: (gain * mask).sum() / n",
          lambda h, w: (gain(ours(h, w, y, mask).log_prob) * mask).sum() / n)):
         value, _, grad = gradients(recipe, h, w)
-        results.add_row(*nan_row(Text(code), values=(value, grad)))
+        results.add_row(*nan_row(code, value, grad))
     say("\nA tool's tokens are masked, and their hidden states hold NaN:\n", results, sep="\n")
     check("policy gradient beside NaN", *compare(recipe, lambda h, w: (
         eager_gain(torch.where(mask[:, None], h, 0), w) * mask).sum() / n, h, w))
@@ -423,11 +431,13 @@ def distribution():
     say(results)
     top_k()
     return ("0 * -inf, which must be 0, is NaN: leave those terms out. A temperature shrinks the "
-            "gradient by about T²: beside a label loss, multiply by T² yourself.")
+            "gradient by about T²: beside a label loss, multiply by T² yourself. Of a large "
+            "teacher keep the likeliest words: K labels a token, with their probabilities as "
+            "loss_mask.")
 
 
 def top_k():
-    """A teacher of many words, of which only the likeliest are kept."""
+    """How many of its words must one keep of a teacher that knows many?"""
     words = [word for s in corpus() for word in re.findall(r"\w+|\S", s.answer)]
     numbers = {word: i for i, word in enumerate(dict.fromkeys(words))}
     ids, v = torch.tensor([numbers[word] for word in words], device=DEVICE), len(numbers)
@@ -436,7 +446,7 @@ def top_k():
     q = follows / follows.sum(1, keepdim=True)
     z = torch.randn(len(q), v, device=DEVICE)
     _, whole = gradients(lambda z: F.cross_entropy(z, q, reduction="sum"), z)
-    results = table("labels a token", "hold", "bytes a token", "gradient off by", "agrees")
+    results = table("K", "hold", "bytes a token", "gradient off by", "agrees")
     for k in (8, 64, 512, v):
         probabilities, labels = q.topk(k)
         dense = torch.zeros_like(q).scatter(1, labels, probabilities)
@@ -445,10 +455,11 @@ def top_k():
         same = check(f"top {k:,} beside dense", *compare(
             ours, lambda z: F.cross_entropy(z, dense.to(z.dtype), reduction="sum"), z))
         off = (gradients(ours, z)[1] - whole).norm() / whole.norm()
-        size = min(k * (4 + 2), v * 2)  # an int32 and a bfloat16 each; of all, no ids are needed
+        size = min(k * (4 + 2), v * 2)  # an int32 and a bfloat16 each; all of them need no ids
         held = probabilities.sum(1).mean()
         results.add_row(f"{k:,}", f"{held:.1%}", f"{size:,}", f"{off:.1%}", same)
-    say(f"\nTeacher: which of {v:,} words follows which. Its likeliest words alone:\n", results)
+    say(f"\nTeacher: which of {v:,} words follows which. Of these only the K likeliest:\n", results,
+        sep="\n")
 
 
 def triton():
