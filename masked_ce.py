@@ -58,15 +58,13 @@ def shift_labels(
     if is_mask and ignore_index != 0:
         raise ValueError(f"a mask of {labels.dtype} shifts with ignore_index=0, got {ignore_index}")
     flat = labels if cu_seqlens is None else labels.reshape(-1)
-    shifted = torch.cat([flat[..., 1:], torch.full_like(flat[..., :1], ignore_index)], -1)
+    padded = torch.constant_pad_nd(flat, (0, 1), ignore_index)  # one more at the end
     if cu_seqlens is not None:
         offsets, valid = sample_offsets(flat, flat.shape, cu_seqlens)
-        begins = torch.zeros(len(flat) + 1, dtype=torch.bool, device=flat.device)
-        begins[offsets] = True
-        shifted[begins[1:]] = ignore_index  # the last of its sample: after it another one begins
+        padded[offsets] = ignore_index  # the first token of a sample is nobody's next token
         if not is_mask:  # bad segments on a GPU: labels that no vocabulary has, for a loss of NaN
-            shifted = torch.where(valid, shifted, torch.iinfo(labels.dtype).min)
-    return shifted.view(labels.shape)
+            padded = torch.where(valid, padded, torch.iinfo(labels.dtype).min)
+    return padded[..., 1:].contiguous().view(labels.shape)
 
 
 def token_weights(
@@ -120,30 +118,27 @@ def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=
     """w of each item, in float64, from a: an item is a token, or one of its K labels, where a has
     one dimension more than `tokens`."""
     num_items = check_num_items(num_items, reduction)
+    offsets, valid = sample_offsets(a, tokens, cu_seqlens)
     if reduction in ("sum", "none"):
-        _, valid = sample_offsets(a, tokens, cu_seqlens)
         return torch.where(valid, a, NAN)
     wrong = ~((0 <= a) & (a < INF))
     check_values(wrong, lambda i: f"{reduction!r} takes token weights from 0 up, "
                                   f"got {a.flatten()[i].item()} at token {i}")
-    offsets, valid = sample_offsets(a, tokens, cu_seqlens)
     if reduction == "mean":
         share, divisor = a, sum_over_ranks(a.sum(), group)
     else:
         sums = sum_over_ranks(sample_sums(a, offsets), group)
-        item = torch.arange(a.numel(), device=a.device)
-        sample = torch.searchsorted(offsets[1:], item, right=True)
-        sample = sample.clamp(max=max(len(sums) - 1, 0))  # where cu_seqlens are wrong
-        share, divisor = a / sums[sample].view(a.shape), (sums != 0).sum()
+        own_sum = sums.repeat_interleave(offsets.diff(), output_size=a.numel())
+        share, divisor = a / own_sum.view(a.shape), (sums != 0).sum()
     if isinstance(num_items, Tensor):
         divisor = num_items.to(a.device, torch.float64)  # from another device: it may wait for it
     elif num_items is not None:
         divisor = a.new_ones(()) * num_items  # torch.full compiles again for each number
+    out_of_range = ~((0 <= divisor) & (divisor < INF))
     if num_items is not None:
-        check_values(~((0 <= divisor) & (divisor < INF)),
-                     lambda _: f"num_items={num_items} is out of range")
+        check_values(out_of_range, lambda _: f"num_items={num_items} is out of range")
     w = torch.where((a != 0) & (divisor != 0), share / divisor, 0.0)  # nothing kept: no 0 / 0
-    return torch.where(valid & ~wrong & (0 <= divisor) & (divisor < INF), w, NAN)
+    return torch.where(valid & ~wrong & ~out_of_range, w, NAN)
 
 
 def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
@@ -158,13 +153,14 @@ def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
     check_tensor("cu_seqlens", cu_seqlens, (ANY,), INTS, a.device)
     if len(cu_seqlens) < 2 and n:
         raise ValueError(f"cu_seqlens must be (samples + 1,), got {tuple(cu_seqlens.shape)}")
-    ends = cu_seqlens.new_tensor([0, n])
-    wrong = torch.cat([ends[:1], cu_seqlens]) > torch.cat([cu_seqlens, ends[1:]])
-    wrong |= torch.cat([cu_seqlens[:1] > 0, wrong[1:-1], cu_seqlens[-1:] < n])
-    check_values(wrong, lambda i: f"cu_seqlens must rise from 0 to the {n} tokens; position "
-                                  f"{min(i, len(cu_seqlens) - 1)} of {cu_seqlens.tolist()} does not")
+    wrong = torch.cat([cu_seqlens[:1] != 0, cu_seqlens[1:] < cu_seqlens[:-1]])
+    wrong[-1] |= cu_seqlens[-1] != n
+    check_values(wrong, lambda i: f"cu_seqlens must rise from 0 to the {n} tokens; position {i} of "
+                                  f"{cu_seqlens.tolist()} does not")
     valid = ~wrong.any()
-    return torch.where(valid, cu_seqlens.long(), 0) * (a.numel() // max(n, 1)), valid
+    offsets = torch.where(valid, cu_seqlens.long(), 0)
+    offsets[-1] = n  # of wrong ones too: they are indices
+    return offsets * (a.numel() // max(n, 1)), valid
 
 
 def sample_sums(a: Tensor, offsets: Tensor) -> Tensor:  # -> (samples,)
