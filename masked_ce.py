@@ -175,7 +175,8 @@ def sum_over_ranks(x: Tensor, group) -> Tensor:
 
 
 # -------------------------------------------------------------------------------- 2 losses of rows
-# logits (n, V) of selected rows; w (n, K), 0 where an item is not there. Losses are w * l, (n, K).
+# logits (n, V) of selected rows; w (n, K), 0 where an item is not there. A loss takes its options
+# out of all that a call has, and gives a tuple of tensors whose first dimension is n.
 def selected(x: Tensor, w: Tensor) -> Tensor:
     """0 in the rows of which no item counts: nothing that they hold goes any further. 1R 1W
 
@@ -190,6 +191,12 @@ def weighted(w: Tensor, losses: Tensor) -> Tensor:
     return torch.where(w != 0, w * losses, 0.0)
 
 
+def expected(p: Tensor, x: Tensor) -> Tensor:  # (n, V), (n, V) -> (n, 1)
+    """sum p * x, where 0 * inf is 0: x becomes 0 *before* the product, or 0 * inf would still be in
+    the gradient."""
+    return (p * torch.where(p != 0, x, 0.0)).sum(1, keepdim=True)
+
+
 def transformed(logits: Tensor, softcap=None, temperature=1.0) -> Tensor:
     """z, in float32 (float64 stays). 1R 1W; softcap and its slope, as written, about 10R 10W"""
     z = logits.to(math_dtype(logits.dtype))
@@ -202,48 +209,46 @@ def transformed(logits: Tensor, softcap=None, temperature=1.0) -> Tensor:
 
 
 def label_losses(
-    logits, target, w, *, label_smoothing=0.0, z_loss=0.0, softcap=None, temperature=1.0
-) -> Tensor:
+    logits, labels, w, *, label_smoothing, z_loss, softcap, temperature, **_
+) -> tuple[Tensor]:  # ((n, K),)
     """l = lse - z_y for each label, smoothed as in F.cross_entropy, plus z_loss * lse^2."""
     z = transformed(logits, softcap, temperature)
     log_p = z.log_softmax(1)  # subtracts the maximum first. 1R 1W, backward 2R 1W
-    losses = -log_p.gather(1, target)  # backward 1W
+    losses = -log_p.gather(1, labels)  # backward 1W
     if label_smoothing:  # 1R, backward 1R 1W
         uniform = -log_p.mean(1, keepdim=True)
         losses = (1 - label_smoothing) * losses + label_smoothing * uniform
     if z_loss:  # 1R, backward 2R 2W
         losses = losses + z_loss * z.logsumexp(1, keepdim=True) ** 2
-    return weighted(w, losses)
+    return (weighted(w, losses),)
 
 
 def distribution_losses(
-    logits, target, w, *, target_format="logits", divergence="cross_entropy", softcap=None,
-    teacher_softcap=None, temperature=1.0,
-) -> Tensor:
-    """Target (n, V): q, or a teacher's logits. 0 * inf is 0: where the first factor is 0 the second
-    becomes 0 *before* they meet. (A product that is left out afterwards still has a gradient.)"""
+    logits, target, w, *, divergence, softcap, temperature, target_format="logits",
+    teacher_softcap=None, **_
+) -> tuple[Tensor]:  # ((n, 1),)
+    """target (n, V): the probabilities q, or a teacher's logits, q = softmax(their z)."""
     log_p = transformed(logits, softcap, temperature).log_softmax(1)
     target = target.to(log_p.dtype)
     if target_format == "logits":
         log_q = transformed(target, teacher_softcap, temperature).log_softmax(1)
         q = log_q.exp()
     else:
-        negative = (target < 0).any(1, keepdim=True)
-        check_values(negative, lambda i: f"row {i} of the probabilities holds "
-                                         f"{target[i].min().item()}: are they log-probabilities?")
-        w = torch.where(negative, NAN, w)
         q, log_q = target, target.log()
+        negative = (q < 0).any(1, keepdim=True)
+        check_values(negative, lambda i: f"row {i} of the probabilities holds "
+                                         f"{q[i].min().item()}: are they log-probabilities?")
+        w = torch.where(negative, NAN, w)
     if divergence == "cross_entropy":
-        loss = (q * torch.where(q != 0, -log_p, 0.0)).sum(1, keepdim=True)
+        losses = expected(q, -log_p)
     elif divergence == "forward_kl":
-        loss = (q * torch.where(q != 0, log_q - log_p, 0.0)).sum(1, keepdim=True)
+        losses = expected(q, log_q - log_p)
     else:
-        p = log_p.exp()
-        loss = (p * torch.where(p != 0, log_p - log_q, 0.0)).sum(1, keepdim=True)
+        losses = expected(log_p.exp(), log_p - log_q)
     if divergence != "cross_entropy" and target_format == "logits":
         # A divergence is never negative. Where rounding made it so: 0, with the same gradient.
-        loss = torch.where(loss < 0, loss - loss.detach(), loss)
-    return weighted(w, loss)
+        losses = torch.where(losses < 0, losses - losses.detach(), losses)
+    return (weighted(w, losses),)
 
 
 class LogProbs(NamedTuple):
@@ -254,12 +259,11 @@ class LogProbs(NamedTuple):
     correct: Tensor  # is no logit larger than the (first) label's? In the shape of the tokens
 
 
-def log_probs(logits, target, w, *, softcap=None, temperature=1.0) -> LogProbs:
-    """w is 1, 0, or NaN where a label is wrong. -> (n, K), (n,), (n,)"""
+def log_probs(logits, labels, w, *, softcap, temperature, **_) -> LogProbs:  # (n, K), (n,), (n,)
+    """w is 1, 0, or NaN where a label is wrong."""
     log_p = transformed(logits, softcap, temperature).log_softmax(1)
-    p = log_p.exp()
-    entropy = -(p * torch.where(p != 0, log_p, 0.0)).sum(1)
-    log_prob = log_p.gather(1, target)
+    log_prob = log_p.gather(1, labels)
+    entropy = expected(log_p.exp(), -log_p)[:, 0]
     correct = (log_prob[:, 0] == log_p.amax(1)) & (w[:, 0] == 1)
     return LogProbs(weighted(w, log_prob), weighted(w.amax(1), entropy), correct)
 
@@ -331,7 +335,7 @@ def kept_rows(w: Tensor, skip: str, size: int, max_kept=None) -> Optional[Tensor
 
 
 def in_chunks(losses, w, hidden, *others, columns, group=None, chunk_size=None, skip="rows",
-              max_kept=None, recompute=False):
+              max_kept=None, recompute=False, **_):
     """losses(w, hidden, *others), chunk of rows after chunk of rows. -> a list of tensors (N, ...)
 
     Several chunks: each is checkpointed, that is, backward computes its logits again (four GEMMs
@@ -647,8 +651,43 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 # vocab_group  ranks that each hold a part of the columns (or rows of linear_weight), in rank order
 # Math in float32, for float64 in that. TypeError or ValueError for bad types, shapes, devices and
 # options; for bad values (labels, weights, cu_seqlens) on CPU, where elsewhere the result is NaN.
-def reduced(items: Tensor, reduction: str, shape) -> Tensor:
-    return items.view(shape) if reduction == "none" else items.sum()
+def given_logits(losses, logits, target, loss_mask, **options):
+    """`losses` of all rows at once, reduced."""
+    v, labels, w = checked_call(logits, target, loss_mask, **options)
+
+    def rows(x):
+        return selected(whole_rows(x.reshape(len(w), x.shape[-1]), v), w)
+
+    labels = rows(target.detach()) if labels is None else labels
+    results = losses(rows(logits), labels, w, **options)
+    return reduced(results, target, logits, **options)
+
+
+def from_hidden(losses, hidden, target, loss_mask, head, teacher_head=None, *, logits_dtype=None,
+                **options):
+    """`losses` of the logits of hidden rows, chunk by chunk, reduced."""
+    v, labels, w = checked_call(
+        hidden, target, loss_mask, head, teacher_head, logits_dtype=logits_dtype, **options)
+    logits, columns = head_logits(*head, v, logits_dtype), v.size
+    if teacher_head is None:
+        labels_of = lambda labels: labels
+    else:
+        weight, bias = teacher_head
+        labels_of = head_logits(weight.detach(), None if bias is None else bias.detach(), v)
+        labels, columns = hidden_rows(target.detach(), v), 2 * v.size
+    results = in_chunks(
+        lambda w, rows, labels: losses(logits(rows), labels_of(labels), w, **options),
+        w, hidden_rows(hidden, v), labels, columns=columns, group=v.group, **options)
+    return reduced(results, target, hidden, **options)
+
+
+def reduced(results, target, x, reduction=None, ignore_index=None, **_):
+    """One loss, the losses in the shape of the items, or, where there is no reduction, LogProbs."""
+    tokens = x.shape[:-1]
+    items = tokens if ignore_index is None else target.shape
+    if reduction is None:
+        return LogProbs(results[0].view(items), *(x.view(tokens) for x in results[1:]))
+    return results[0].view(items) if reduction == "none" else results[0].sum()
 
 
 def masked_cross_entropy(
@@ -664,14 +703,10 @@ def masked_cross_entropy(
     >>> masked_cross_entropy(torch.zeros(2, 2), torch.tensor([1, -100])).item()
     0.6931471824645996
     """
-    options = dict(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-                   temperature=temperature)
-    v, labels, w = checked_call(
-        logits, target, loss_mask, ignore_index=ignore_index, reduction=reduction,
-        cu_seqlens=cu_seqlens, num_items=num_items, vocab_size=vocab_size, vocab_group=vocab_group,
-        **options)
-    rows = selected(whole_rows(logits.reshape(len(w), logits.shape[-1]), v), w)
-    return reduced(label_losses(rows, labels, w, **options), reduction, target.shape)
+    return given_logits(
+        label_losses, logits, target, loss_mask, ignore_index=ignore_index, reduction=reduction,
+        cu_seqlens=cu_seqlens, num_items=num_items, label_smoothing=label_smoothing, z_loss=z_loss,
+        softcap=softcap, temperature=temperature, vocab_size=vocab_size, vocab_group=vocab_group)
 
 
 def masked_cross_entropy_from_distribution(
@@ -690,15 +725,10 @@ def masked_cross_entropy_from_distribution(
     >>> masked_cross_entropy_from_distribution(torch.zeros(1, 2), t).item()
     0.5198603868484497
     """
-    options = dict(target_format=target_format, divergence=divergence, softcap=softcap,
-                   temperature=temperature)
-    v, _, w = checked_call(
-        logits, target, loss_mask, reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items,
-        vocab_size=vocab_size, vocab_group=vocab_group, **options)
-    rows, target = (selected(whole_rows(x.reshape(len(w), x.shape[-1]), v), w)
-                    for x in (logits, target.detach()))
-    losses = distribution_losses(rows, target, w, **options)
-    return reduced(losses, reduction, logits.shape[:-1])
+    return given_logits(
+        distribution_losses, logits, target, loss_mask, target_format=target_format,
+        divergence=divergence, reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items,
+        softcap=softcap, temperature=temperature, vocab_size=vocab_size, vocab_group=vocab_group)
 
 
 def masked_log_probs(
@@ -713,13 +743,9 @@ def masked_log_probs(
     >>> masked_log_probs(torch.zeros(1, 2), torch.tensor([1])).entropy.tolist()
     [0.6931471824645996]
     """
-    options = dict(softcap=softcap, temperature=temperature)
-    v, labels, w = checked_call(
-        logits, target, loss_mask, ignore_index=ignore_index, vocab_size=vocab_size,
-        vocab_group=vocab_group, **options)
-    rows = selected(whole_rows(logits.reshape(len(w), logits.shape[-1]), v), w)
-    log_prob, *others = log_probs(rows, labels, w, **options)
-    return LogProbs(log_prob.view(target.shape), *(x.view(logits.shape[:-1]) for x in others))
+    return given_logits(
+        log_probs, logits, target, loss_mask, ignore_index=ignore_index, softcap=softcap,
+        temperature=temperature, vocab_size=vocab_size, vocab_group=vocab_group)
 
 
 def masked_linear_cross_entropy(
@@ -745,19 +771,12 @@ def masked_linear_cross_entropy(
     >>> masked_linear_cross_entropy(h, w, torch.tensor([1])).item()
     0.6931471824645996
     """
-    options = dict(label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
-                   temperature=temperature)
-    chunking = dict(chunk_size=chunk_size, skip=skip, max_kept=max_kept)
-    v, labels, w = checked_call(
-        hidden, target, loss_mask, (linear_weight, linear_bias), ignore_index=ignore_index,
-        reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items, vocab_size=vocab_size,
-        vocab_group=vocab_group, logits_dtype=logits_dtype, **options, **chunking)
-    logits = head_logits(linear_weight, linear_bias, v, logits_dtype)
-    (losses,) = in_chunks(
-        lambda w, rows, labels: [label_losses(logits(rows), labels, w, **options)],
-        w, hidden_rows(hidden, v), labels, columns=v.size, group=v.group, recompute=recompute,
-        **chunking)
-    return reduced(losses, reduction, target.shape)
+    return from_hidden(
+        label_losses, hidden, target, loss_mask, (linear_weight, linear_bias),
+        ignore_index=ignore_index, reduction=reduction, cu_seqlens=cu_seqlens, num_items=num_items,
+        label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, temperature=temperature,
+        vocab_size=vocab_size, vocab_group=vocab_group, chunk_size=chunk_size, skip=skip,
+        max_kept=max_kept, logits_dtype=logits_dtype, recompute=recompute)
 
 
 def masked_linear_log_probs(
@@ -777,18 +796,11 @@ def masked_linear_log_probs(
     >>> masked_linear_log_probs(h, w, torch.tensor([1])).log_prob.tolist()
     [-0.6931471824645996]
     """
-    options = dict(softcap=softcap, temperature=temperature)
-    chunking = dict(chunk_size=chunk_size, skip=skip, max_kept=max_kept)
-    v, labels, w = checked_call(
-        hidden, target, loss_mask, (linear_weight, linear_bias), ignore_index=ignore_index,
-        vocab_size=vocab_size, vocab_group=vocab_group, logits_dtype=logits_dtype, **options,
-        **chunking)
-    logits = head_logits(linear_weight, linear_bias, v, logits_dtype)
-    log_prob, *others = in_chunks(
-        lambda w, rows, labels: log_probs(logits(rows), labels, w, **options),
-        w, hidden_rows(hidden, v), labels, columns=v.size, group=v.group, recompute=recompute,
-        **chunking)
-    return LogProbs(log_prob.view(target.shape), *(x.view(hidden.shape[:-1]) for x in others))
+    return from_hidden(
+        log_probs, hidden, target, loss_mask, (linear_weight, linear_bias),
+        ignore_index=ignore_index, softcap=softcap, temperature=temperature, vocab_size=vocab_size,
+        vocab_group=vocab_group, chunk_size=chunk_size, skip=skip, max_kept=max_kept,
+        logits_dtype=logits_dtype, recompute=recompute)
 
 
 def masked_linear_distillation(
@@ -809,17 +821,9 @@ def masked_linear_distillation(
     >>> masked_linear_distillation(h, w, h, w, divergence="forward_kl").item()
     0.0
     """
-    options = dict(divergence=divergence, softcap=softcap, teacher_softcap=teacher_softcap,
-                   temperature=temperature)
-    chunking = dict(chunk_size=chunk_size, max_kept=max_kept)
-    v, _, w = checked_call(
-        hidden, teacher_hidden, loss_mask, (linear_weight, linear_bias),
-        (teacher_weight, teacher_bias), reduction=reduction, cu_seqlens=cu_seqlens,
-        num_items=num_items, **options, **chunking)
-    student, teacher = head_logits(linear_weight, linear_bias, v), head_logits(
-        teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach(), v)
-    (losses,) = in_chunks(
-        lambda w, rows, others: [distribution_losses(student(rows), teacher(others), w, **options)],
-        w, hidden_rows(hidden, v), hidden_rows(teacher_hidden.detach(), v),
-        columns=2 * v.size, recompute=recompute, **chunking)
-    return reduced(losses, reduction, hidden.shape[:-1])
+    return from_hidden(
+        distribution_losses, hidden, teacher_hidden, loss_mask, (linear_weight, linear_bias),
+        (teacher_weight, teacher_bias), divergence=divergence, reduction=reduction,
+        cu_seqlens=cu_seqlens, num_items=num_items, softcap=softcap,
+        teacher_softcap=teacher_softcap, temperature=temperature, chunk_size=chunk_size,
+        max_kept=max_kept, recompute=recompute)
