@@ -10,6 +10,7 @@ import doctest
 import functools
 import importlib
 import inspect
+import math
 import os
 import pickle
 import re
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+from torch.distributed.tensor import DeviceMesh, Partial, Replicate, distribute_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import masked_ce
@@ -1230,7 +1231,7 @@ def in_rank(rank, world, backend, store, files):
     torch.cuda.set_device(rank) if backend == "nccl" else None
     dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank,
                             world_size=world, timeout=timedelta(seconds=60))
-    cases = [no_rank_waits, vocabulary_parallel, ddp_and_sequence_parallel, fsdp]
+    cases = [no_rank_waits, vocabulary_parallel, sequence_parallel, wrappers]
     for case, api in product(cases + [two_parts] * (world == 2), map(importlib.import_module, files)):
         print(f"rank {rank} of {world}:", api.__name__, case.__name__, flush=True)
         case(SimpleNamespace(api=api, rank=rank, world=world, group=dist.group.WORLD))
@@ -1333,41 +1334,16 @@ def block(name, api, **names):
     return names
 
 
-def ddp_and_sequence_parallel(r):
-    for size in (1, 2):  # ranks that share a sample
-        tokens, labels = (x.chunk(r.world // size)[r.rank // size].chunk(size, 1)[r.rank % size]
-                          for x in (TOKENS, LABELS))
-        model = torch.nn.parallel.DistributedDataParallel(
-            torch.nn.Embedding(11, 11, device=DEVICE, dtype=DOUBLE))
-        block("sequence", r.api, dist=dist, model=model, tokens=tokens, labels=labels,
-              world=r.group, sequence_group=dist.new_subgroups(size)[0])["loss"].backward()
-        single, weight = model.module, model.module.weight
-        right = masked_ce.masked_cross_entropy(single(TOKENS), LABELS, reduction="sample_mean")
-        close(weight.grad, *gradients(right, weight), 1e-6)  # the token weights are float32
-
-
-def fsdp(r):
-    """README's recipe against float64, by a plain bfloat16 model's error."""
-    mask, model, results = (TOKENS + LABELS) % 5 != 0, torch.nn.Module(), []
-    model.layers = torch.nn.ModuleList([torch.nn.Embedding(11, 6, device=DEVICE)])
-    model.forward = lambda tokens, *labels: model.head(model.layers[0](tokens), *labels)
-    block("fsdp", r.api, dist=dist, model=model, hidden_size=6, vocab_size=11,
-          fully_shard=fully_shard, MixedPrecisionPolicy=MixedPrecisionPolicy,
-          tokens=part(r, TOKENS), labels=part(r, LABELS), mask=part(r, mask))
-    for dtype in (DOUBLE, BFLOAT):
-        x, W = (p.detach().full_tensor().bfloat16().to(dtype).requires_grad_()
-                for p in model.parameters())
-        z = F.linear(F.embedding(TOKENS, x), W).to(torch.promote_types(dtype, FLOAT))
-        labels = LABELS.masked_fill(~mask, IGN)
-        results.append(gradients(F.cross_entropy(z.flatten(0, 1), labels.flatten()), x, W))
-    for p, oracle, eager in zip(model.parameters(), *results, strict=True):
-        within(p.grad.full_tensor().bfloat16(), oracle, eager)
+def found(pattern):  # the code in README that this matches
+    return re.search(pattern, README)[1]
 
 
 def test_readme_and_docstrings(api):
     assert doctest.testmod(masked_ce).failed == 0 < doctest.testmod(masked_ce).attempted
-    assert " ".join(sorted(BLOCKS)) == "accumulation fsdp linear lm_head sequence start trainer"
+    assert " ".join(sorted(BLOCKS)) == "accumulation linear log_probs models sequence start"
     assert README.count("```python") == len(BLOCKS)
+    functions = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+    assert sorted([*functions, "LogProbs"]) == sorted(masked_ce.__all__)
     names = block("start", masked_ce)
     close(names["loss"], 0.4076059644)
     close(names["logits"].grad, [[0.0900305732, 0.2447284711, -0.3347590442], [0, 0, 0]], 1e-6)
@@ -1380,38 +1356,226 @@ def test_readme_and_docstrings(api):
     # linear: the four lines agree, and read the device as often as they say
     hidden, weight = (torch.randn(*x, 4, device=DEVICE, dtype=DOUBLE) for x in ((8, 6), (11,)))
     names = vars(api) | dict(
-        F=F, logits=(z := F.linear(hidden, weight)), teacher=torch.randn_like(z), labels=LABELS,
-        mask=LABELS != IGN, hidden=hidden, weight=weight,
-        advantage=torch.linspace(-1, 1, 6, device=DEVICE),
-        token_loss=F.cross_entropy(z.mT, LABELS, reduction="none"))
+        F=F, torch=torch, logits=(z := F.linear(hidden, weight)), teacher=torch.randn_like(z),
+        labels=LABELS, ids=LABELS.clamp(min=0), mask=LABELS != IGN, hidden=hidden, weight=weight,
+        advantage=torch.linspace(-1, 1, 6, device=DEVICE), c=torch.rand(11).to(z) + 0.5,
+        T=torch.rand(8, 6).to(z) + 0.5, token_loss=F.cross_entropy(z.mT, LABELS, reduction="none"))
     for line in BLOCKS["linear"].splitlines():
         assert count_syncs(lambda: exec(line, names)) == int(re.search(r"# (\d)", line)[1])
         close(names.pop("loss"), F.cross_entropy(z.mT, LABELS).item())
-    # instead of this, write that
-    rows = re.findall(r"^\| `(\S*F\.[^`]+|\(token[^`]+)` \| `([^`]+)` \|$", README, re.MULTILINE)
-    assert len(rows) == 5  # the rest are calls of packages that requirements.txt does not name
-    for old, new in rows:
-        close(eval(new, names), eval(old, names).item(), 1e-6)
+    # instead of this, write that; the last row is of TRL, which requirements.txt does not name
+    rows = re.findall(r"^\| `([^`]+)`[^|]*\| `(masked_[^`]+)`[^|]*\|$", README, re.MULTILINE)
+    assert len(rows) == 8
+    if trl := importlib.util.find_spec("trl"):
+        names |= vars(importlib.import_module("trl.trainer.utils"))
+    for row in rows if trl else rows[:-1]:
+        results = [eval(code, names) for code in row]
+        results = [x if isinstance(x, tuple) else [x] for x in results]
+        for expected, got in zip(*results, strict=True):
+            close(got, expected, 1e-6)
+    # 27: a masked advantage of NaN
+    names |= dict(labels=tensor([0, 1, 0]), mask=tensor([True, True, False]),
+                  logits=leaf([[0, 1], [2, 0], [0, 0]]), advantage=tensor([-2, 3, nan]))
+    loss = eval(found(r"`(masked_cross_entropy\([^`]*advantage[^`]*)`"), names)
+    close(loss, 3.7542606581, 1e-6)
+    assert gradients(loss, names["logits"])[0].isfinite().all()
 
 
-def test_readme_hugging_face(api, tmp_path):
-    """lm_head and trainer: the loss and the training step of transformers' own loss."""
-    hf = pytest.importorskip("transformers", reason="README's recipes for transformers need it")
+def test_readme_log_probs(api):
+    """Each loss against the formula that it stands for. What is masked holds NaN."""
+    n, V, count, cuts = 9, 13, 20, [0, 2, 2, 5, 9]  # the second sample has no token
+    randn = functools.partial(torch.randn, dtype=DOUBLE, device=DEVICE)
+    hidden, weight = randn(n, 5).requires_grad_(), randn(V, 5).requires_grad_()
+    keep = tensor([1, 1, 1, 1, 0, 1, 1, 0, 0]) > 0
+    labels, hidden.data[~keep] = (torch.arange(n, device=DEVICE) * 5 % V).where(keep, IGN), nan
+    old, ref, advantage = randn(3, n).where(keep, nan) - 2
+    top, ids = randn(n, V).log_softmax(1).topk(3)
+    names = block(
+        "log_probs", api, torch=torch, F=F, math=math, hidden=hidden, weight=weight, labels=labels,
+        keep=keep, cu_seqlens=tensor(cuts), beta=0.1, num_items=count, text_bytes=40,
+        old_log_prob=old, ref_log_prob=ref, advantage=advantage, sample_advantage=randn(4),
+        top_log_probs=top.where(keep[:, None], nan), top_ids=ids.where(keep[:, None], 10**6))
+    log_p = F.linear(hidden[keep], weight).log_softmax(1)
+    y, old, ref, advantage = (x[keep] for x in (labels, old, ref, advantage))
+    parts = torch.arange(len(y)).split([2, 0, 2, 2])  # what each sample keeps
+    lp, q, p = log_p.gather(1, y[:, None])[:, 0], top[keep].exp(), log_p.gather(1, ids[keep])
+    entropy = -(log_p.exp() * log_p).sum(1)
+
+    def surrogate(log_ratio, gain):
+        return -torch.min(log_ratio.exp() * gain, log_ratio.exp().clamp(0.8, 1.2) * gain)
+
+    each = surrogate(lp - old, advantage) - 0.01 * entropy
+    each = each + 0.1 * ((ref - lp).exp() - 1 - (ref - lp))
+    log_ratios = torch.stack([(lp - old)[i].sum() / max(len(i), 1) for i in parts])
+    rest = 1 - q.sum(1)
+    a, b, c, d = (0.1 * (lp - ref)[i].sum() for i in parts)
+    right = dict(
+        ppo=sum(each[i].mean() for i in parts if len(i)) / 3,
+        gspo=surrogate(log_ratios, names["sample_advantage"]).mean(),
+        dpo=-((a - c).sigmoid().log() + (b - d).sigmoid().log()) / 2, loss=-lp.sum() / count,
+        accuracy=(log_p.argmax(1) == y).sum() / count, entropy=entropy.detach().sum() / count,
+        bits_per_byte=-lp.detach().sum() / log(2) / 40, top_k=-(q * p).sum() / count,
+        top_k_and_rest=-(q * p).sum() / count - (rest * (1 - p.exp().sum(1)).log()).sum() / count,
+        multi_token=-(lp.sum() + sum(log_p[i[:-1], y[i[1:]]].sum() for i in parts)) / 9)
+    for name, value in right.items():
+        close(names[name], value.item(), 2e-6)
+    totals = (sum(k * losses[name] for k, name in enumerate(right, 1)) for losses in (names, right))
+    for got, expected in zip(*(gradients(total, hidden, weight) for total in totals)):
+        close(got, expected, 1e-5)
+
+
+class Toy(torch.nn.Module):  # all that README's lean way asks of a model
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Embedding(11, 6)])
+        self.lm_head = torch.nn.Linear(6, 11, bias=False)
+
+    def base_model(self, input_ids, attention_mask):
+        return SimpleNamespace(last_hidden_state=self.layers[0](input_ids))
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+
+def tiny(name, **config):
+    """A model of transformers, made from a config: no download."""
+    hf = pytest.importorskip("transformers", reason="README's recipes for its models need it")
+    sizes = dict(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                 num_attention_heads=2, num_key_value_heads=2, head_dim=4, initializer_range=0.5,
+                 pad_token_id=0, bos_token_id=1, eos_token_id=2, experts_implementation="eager")
+    torch.manual_seed(0)
+    model = getattr(hf, f"{name}ForCausalLM")(getattr(hf, f"{name}Config")(**sizes | config))
+    if model.lm_head.bias is not None:
+        torch.nn.init.normal_(model.lm_head.bias)
+    return model.to(DEVICE, DOUBLE)
+
+
+def both_ways(api, model, **options):
+    """-> models that make their loss in README's safe way and in its lean one."""
+    safe, lean = copy.deepcopy(model), copy.deepcopy(model)
+    base = block("models", api, model=safe)["LinearLoss"]
+    lean.__class__ = type(f"Linear{type(lean).__name__}", (base, type(lean)), {})
+    lean.loss_options = options
+    return safe, lean
+
+
+@pytest.mark.parametrize("name, config, lora", [
+    ("Llama", {}, False), ("Llama", {}, True), ("Llama", dict(tie_word_embeddings=True), False),
+    ("Llama", dict(tie_word_embeddings=True), True), ("Granite", dict(logits_scaling=8.0), False),
+    ("Cohere", dict(logit_scale=1 / 16), True), ("Gemma2", dict(final_logit_softcapping=2.0), True),
+    ("Phi", {}, True), ("Mixtral", dict(output_router_logits=True), False)])
+def test_readme_models(api, monkeypatch, name, config, lora):
+    """The loss and the gradients of the model's own loss, in float64 and under autocast."""
+    model, options = tiny(name, **config), {}
+    if name in ("Granite", "Cohere", "Gemma2"):
+        options = found(rf"\({name.replace('2', ' 2')}\) \| `([^`]+)`")
+        options = eval(f"dict({options})", dict(model=model))
+    if name == "Mixtral":
+        term, end = found(r"before the return: `(.*?)`"), "        return dict"
+        code = BLOCKS["models"].replace(end, f"        {term}\n{end}")
+        monkeypatch.setitem(BLOCKS, "models", code)
+        f = importlib.import_module(type(model).__module__).load_balancing_loss_func
+        monkeypatch.setattr(api, f.__name__, f, raising=False)
+    models, results = (model, *both_ways(api, model, **options)), []
+    if lora:
+        peft = pytest.importorskip("peft", reason="README's recipe for LoRA needs it")
+        lora = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+        models = [peft.get_peft_model(model, lora) for model in models]
+        for other in models[1:]:
+            other.load_state_dict(models[0].state_dict())
+    for dtype, model in product((DOUBLE, FLOAT), models):
+        with torch.autocast(DEVICE, BFLOAT, enabled=dtype == FLOAT):
+            loss = model.to(dtype)(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS),
+                                   labels=LABELS, num_items_in_batch=20)["loss"]
+        learn = [p for p in model.parameters() if p.requires_grad]
+        results.append([loss.detach(), *gradients(loss, *learn)])
+    for oracle, safe, lean, eager, *others in zip(*results, strict=True):
+        close(safe, oracle, 1e-6)  # the models make their own loss in float32
+        close(lean, oracle, 1e-6)
+        for other in others:
+            within(other.bfloat16(), oracle.double(), eager)
+
+
+def test_readme_trainers(api, tmp_path):
+    """A step of uneven micro-batches, some of them empty. TRL packs documents into a row."""
+    hf = pytest.importorskip("transformers", reason="README's recipe for Trainer needs it")
     pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(
-        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2)).to(DEVICE, torch.float64)
-    inputs = dict(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS), labels=LABELS,
-                  num_items_in_batch=20)
-    close(block("lm_head", api, model=model, **inputs)["loss"], model(**inputs).loss.item(), 1e-6)
-    args = hf.TrainingArguments(  # one step of uneven micro-batches, some of them empty
-        tmp_path, max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=8,
-        optim="sgd", learning_rate=1.0, max_grad_norm=0, use_cpu=DEVICE == "cpu", report_to=[])
-    dataset = [dict(input_ids=x, labels=y) for x, y in zip(TOKENS.cpu(), LABELS.cpu())]
-    mine, theirs = copy.deepcopy(model), copy.deepcopy(model)
-    names = dict(Trainer=hf.Trainer, model=mine, args=args, dataset=dataset)
-    for trainer in block("trainer", api, **names)["trainer"], hf.Trainer(
-            theirs, args, train_dataset=dataset):
-        trainer.train()
-    for before, *after in zip(*(m.parameters() for m in (model, mine, theirs)), strict=True):
-        close(*(p.detach() - before.detach() for p in after), 1e-4)
+    before = tiny("Llama")
+    models = before, *both_ways(api, before)
+    data = [dict(input_ids=x, labels=y) for x, y in zip(TOKENS.tolist(), LABELS.tolist())]
+
+    def check_step(trainers, arguments, **names):
+        arguments = arguments(
+            output_dir=tmp_path, max_steps=1, per_device_train_batch_size=1, learning_rate=1.0,
+            gradient_accumulation_steps=8, optim="sgd", max_grad_norm=0, bf16=False, report_to=[],
+            use_cpu=DEVICE == "cpu")
+        trained = [copy.deepcopy(model) for model in models]
+        for trainer, model in zip(trainers, trained):
+            trainer(model, arguments, **names).train()
+        for p, right, *others in zip(*(m.parameters() for m in (before, *trained)), strict=True):
+            assert not torch.equal(right, p)
+            for other in others:
+                close((other - p).detach(), (right - p).detach(), 1e-6)
+
+    check_step(3 * [hf.Trainer], hf.TrainingArguments, train_dataset=data)
+    if importlib.util.find_spec("trl"):
+        import datasets, tokenizers, trl
+        exec(found(r"`(class \w+\(SFTTrainer\)[^`]+)`"), names := dict(
+            Trainer=hf.Trainer, SFTTrainer=trl.SFTTrainer))
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"0": 0}, "0"))
+        check_step([trl.SFTTrainer, names["Tuner"], names["Tuner"]],
+                   functools.partial(trl.SFTConfig, packing=True, max_length=13),
+                   train_dataset=datasets.Dataset.from_list(9 * data),
+                   processing_class=hf.PreTrainedTokenizerFast(
+                       tokenizer_object=words, pad_token="0", eos_token="0"))
+
+
+def wrappers(r):
+    """README's lean way inside DDP and FSDP2: the gradients of one process with all tokens."""
+    llama = r.world == 2 and importlib.util.find_spec("transformers")
+    shifted = masked_ce.shift_labels(LABELS)
+    num_items = r.api.count_items(part(r, shifted) != IGN, process_group=r.group)
+    for plain, wrapper in product([Toy()] + [tiny("Llama")] * bool(llama), ("DDP", DOUBLE, BFLOAT)):
+        plain = plain.to(DEVICE, BFLOAT).double()  # numbers that bfloat16 has
+        model, right, eager = (both_ways(r.api, plain)[1] for _ in range(3))
+        if wrapper == "DDP":
+            wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            policy = MixedPrecisionPolicy(wrapper, torch.promote_types(wrapper, FLOAT))
+            for module in (*getattr(model, "model", model).layers, model):
+                wrapped = fully_shard(module, mp_policy=policy)
+        inputs = dict(labels=part(r, LABELS), num_items_in_batch=num_items)
+        (wrapped(part(r, TOKENS), **inputs)["loss"] * r.world).backward()
+        for single in (right, eager.bfloat16()):
+            single(TOKENS, labels=LABELS)["loss"].backward()
+        for p, *single in zip(*(m.parameters() for m in (model, right, eager)), strict=True):
+            grad = p.grad if wrapper == "DDP" else p.grad.full_tensor()
+            if wrapper == BFLOAT:
+                within(grad.bfloat16(), *(x.grad for x in single))
+            else:
+                close(grad, single[0].grad, 1e-6)
+    # the head alone, gathered by hand
+    head = Toy().to(DEVICE, DOUBLE).lm_head
+    hidden = F.one_hot(TOKENS, 11)[..., :6].to(DOUBLE)
+    right = masked_ce.masked_linear_cross_entropy(hidden, head.weight, shifted)
+    right = gradients(right, head.weight)
+    weight = eval("weight." + found(r"`(full_tensor\(grad_placements=[^`]+)`"),
+                  dict(weight=fully_shard(head).weight, Partial=Partial))
+    loss = r.api.masked_linear_cross_entropy(
+        part(r, hidden), weight, part(r, shifted), num_items=num_items)
+    (loss * r.world).backward()
+    close(head.weight.grad.full_tensor(), *right, 1e-6)
+
+
+def sequence_parallel(r):
+    for size in (1, 2):  # ranks that share a sample
+        tokens, labels = (x.chunk(r.world // size)[r.rank // size].chunk(size, 1)[r.rank % size]
+                          for x in (TOKENS, LABELS))
+        model = torch.nn.parallel.DistributedDataParallel(
+            torch.nn.Embedding(11, 11, device=DEVICE, dtype=DOUBLE))
+        block("sequence", r.api, dist=dist, model=model, tokens=tokens, labels=labels,
+              world=r.group, sequence_group=dist.new_subgroups(size)[0])["loss"].backward()
+        single, weight = model.module, model.module.weight
+        right = masked_ce.masked_cross_entropy(single(TOKENS), LABELS, reduction="sample_mean")
+        close(weight.grad, *gradients(right, weight), 1e-6)  # the token weights are float32
