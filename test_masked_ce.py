@@ -280,8 +280,10 @@ def check(api, path, c, r=None, wanted=(True,) * 3, of=("log_prob", "entropy"), 
         is_gradient = name in PATHS[path]
         right, other = (part(r, y[name], CUT.get(name)) for y in (rights, others))
         assert result.dtype == other.dtype
+        if name in ROWS:
+            assert not result[~c.keep].any()
         for keep in (c.keep, c.items):
-            assert result.shape[:keep.dim()] != keep.shape or not result[~keep].any()
+            assert is_gradient or result.shape != keep.shape or not result[~keep].any()
         if "vocab_size" in o and name in CUT:  # padding
             assert not result[right == 0].any()
         if r is not None and not is_gradient:
@@ -359,11 +361,11 @@ def case_of(o, dtype=FLOAT, shape=(3, 4), V=67, H=16):  # -> the case and the op
 
 @pytest.mark.parametrize("size, value", [
     *product([(dtype, (3, 4), 67) for dtype in DTYPES], VALUES), *product([
-        (BFLOAT, (2, 5), 2), (DOUBLE, (2, 5), 4096), (DOUBLE, (2, 5), 4099)],  # less than a block;
+        (BFLOAT, (2, 5), 2), (DOUBLE, (4,), 4096), (DOUBLE, (4,), 4099)],  # less than a block;
         VALUES[:13]),  # whole blocks; an odd tail. Of a wide row's GEMM eager may round luckily.
-    *product([(FLOAT, (2, 5), 2**15 + 5)], [*VALUES[:4], *VALUES[7:13]]),
+    *product([(FLOAT, (2,), 2**15 + 5)], [*VALUES[:4], *VALUES[7:13]]),
     *product([(FLOAT, (7,), 67), (BFLOAT, (2, 1, 5), 67)], [VALUES[4], *VALUES[12:17]]),
-    ((FLOAT, (2, 3), 300), ("labels", dict(K=64, padding=44)))], ids=str)
+    ((FLOAT, (3,), 300), ("labels", dict(K=64, padding=44)))], ids=str)
 def test_values(api, size, value):
     path, o = value
     c, o = case_of(o, *size)
@@ -393,8 +395,8 @@ def label_loss(api, path, c, r=None, *, reduction="mean", cu_seqlens=None, **o):
 def through(api, path, z, y, mask=None, r=None, **o):
     """A loss of z by each path, y labels or a distribution. The linear ones: hidden z, weight 1;
     for one row (long, with inf) weight 0, bias z."""
-    x, W, b = (z, torch.eye(z.shape[-1]).to(z), None) if z[..., 0].numel() > 1 else (
-        torch.ones_like(z[:, :1]), torch.zeros_like(z.t()), z[0])
+    x, W, b = (z, torch.eye(z.shape[-1]).to(z), None) if z.shape[:-1].numel() > 1 else (
+        z.new_ones(1, 1), torch.zeros_like(z.t()), z[0])
     c = SimpleNamespace(logits=z, target=y, mask=mask, hidden=x, weight=W, bias=b, teacher=y,
                         probabilities=y, teacher_hidden=x, teacher_weight=W, teacher_bias=y[0])
     if path == "probabilities" and not y.is_floating_point():
@@ -413,7 +415,7 @@ FIVE_AND_ONE, UNEQUAL = [LOST[2]] * 5 + [LOST[10]], [LOST[1]] * 18 + [LOST[3]] *
 DEAD = [[0, 1, -inf, -inf], [-inf, -inf, 0, 1]]
 DZ_DEAD = [[0.2689414214, -0.2689414214, 0, 0], [0, 0, 0.2689414214, -0.2689414214]]
 DZ_11 = [0.0320586033, 0.0871443187, 0.2368828181, -0.3560857401]
-DZ_22 = [0.0116562310, 0.0316849208, 0.0861285444, 0.2341216573, -0.3635913535]
+DZ_22 = [0.011656230956, 0.031684920796, 0.086128544436, 0.234121657253, -0.363591353441]
 DZ_1, DZ_2 = [0.0900305732, 0.2447284711, -0.3347590442], [[-1 / 6, 1 / 3, -1 / 6]]
 FAULTS = {  # paths, z, target, options (or the test's: dtype, rel, loss_rel), loss, its gradient
     "1": (LABELED, [[1, 2, 3], [nan, inf, -inf]], [2, IGN], {}, 0.4076059644, [DZ_1, [0] * 3]),
@@ -529,11 +531,10 @@ def test_linear_faults(api, path, name, strategy, r=None):
     rights = dict(zip(("loss", *PATHS["linear"]), rights))
     c = SimpleNamespace(hidden=tensor(x, dtype=FLOAT), weight=tensor(W, dtype=FLOAT),
                         bias=torch.zeros(len(W), device=DEVICE), target=tensor(y))
-    # 18: in every mode, and only the gradients that are asked for
-    modes = [torch.enable_grad, torch.no_grad, torch.inference_mode]
-    patterns = [*product(modes, *[(True, False)] * 3)] if path == "linear" else [
-        (torch.enable_grad, True, False, True), (torch.enable_grad, False, True, False),
-        *((mode, True, True, True) for mode in modes)]
+    patterns = [(torch.enable_grad, True, True, True)]
+    if name == "18":  # in every mode, and only the gradients that are asked for
+        patterns = [*product([torch.enable_grad], *[(True, False)] * 3),
+                    *((mode, True, True, True) for mode in (torch.no_grad, torch.inference_mode))]
     for mode, *wanted in patterns:
         results = outcome(api, path, c, r, wanted, tensor(upstream), mode()(label_loss),
                           mode is torch.enable_grad, reduction=reduction, **strategy)
@@ -559,13 +560,12 @@ def test_fault_5_long_sums(api, dtype, reduction, x, few):
     lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
     lambda x: F.pad(x, (1, 2), value=1)[..., 1:-2],  # starts at an odd offset
     lambda x: x[:1].expand(3, *x.shape[1:])], ids="transposed every_other cut expanded".split())
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("reduction, K", [("mean", None), ("none", None), ("none", 2)])
-def test_fault_9_strides(api, path, layout, reduction, K):
-    if K and path in DISTRIBUTIONS or reduction == "mean" and path not in LOSSES:
-        pytest.skip("has no labels, or no reduction")
+@pytest.mark.parametrize("path, K, o", [
+    *((path, None, dict(reduction=x)) for path in LOSSES for x in ("mean", "none")),
+    ("labels", 2, dict(reduction="none")), ("linear", 2, {}), ("log_probs", None, {}),
+    ("log_probs", 2, {}), ("linear_log_probs", None, {})], ids=str)
+def test_fault_9_strides(api, path, layout, K, o):
     c, results = make_case(BFLOAT, K=K), []
-    o = dict(reduction=reduction) if path in LOSSES else {}
     for finish in (torch.Tensor.contiguous, lambda x: x):  # inside the graph, back to the same leaf
         new = {name: finish(layout(getattr(c, name))) for name in TOKEN_WISE}
         y = outputs(call(api, path, SimpleNamespace(**vars(c) | new), **o))
@@ -578,12 +578,10 @@ def test_fault_9_strides(api, path, layout, reduction, K):
 EMPTY = "ignored", "ignored, no mask", "mask", "no tokens", "num_items"
 
 
-@pytest.mark.parametrize("empty", EMPTY)
-@pytest.mark.parametrize("path, K", [*((path, None) for path in PATHS), ("labels", 3),
-                                     ("linear", 3)])
+@pytest.mark.parametrize("path, K, empty", [
+    (path, K, empty) for path, K in [*((path, None) for path in PATHS), ("labels", 3)]
+    for empty in EMPTY if path in LOSSES or empty != "num_items"])
 def test_fault_13_nothing_kept(api, path, K, empty, r=None):
-    if empty == "num_items" and path not in LOSSES:
-        pytest.skip("log-probabilities have no divisor")
     c = make_case(shape=(2, 2), V=68, K=K)
     if empty == "no tokens":
         vars(c).update((name, getattr(c, name).detach()[:0]) for name in TOKEN_WISE)
@@ -592,13 +590,16 @@ def test_fault_13_nothing_kept(api, path, K, empty, r=None):
         c.mask.zero_() if empty == "mask" else c.target.fill_(IGN)
     if empty == "ignored, no mask" and path not in DISTRIBUTIONS:
         del c.mask
-    o = dict(num_items=0) if empty == "num_items" else {}
-    reductions = [dict(reduction=x) for x in ["mean", "sample_mean"] + ["sum", "none"] * (not o)]
-    strategies = dict(distillation=[{}, dict(max_kept=9, chunk_size=4)])
-    for reduction, strategy in product(reductions if path in LOSSES else [{}], strategies.get(
-            path, STRATEGIES if "linear" in path else [{}])):
+    reductions = [dict(reduction=x) for x in ("mean", "sample_mean", "sum", "none")]
+    if empty == "num_items":
+        reductions = [x | dict(num_items=0) for x in reductions[:2]]
+    strategies = dict(distillation=[dict(max_kept=9, chunk_size=4), dict(recompute=True)])
+    strategies = strategies.get(path, STRATEGIES[1:] if "linear" in path else [])
+    if path not in LOSSES:
+        reductions = [{}]
+    for o in [*reductions, *(x | y for x, y in product(reductions[::3], strategies))]:
         upstream = inf if path in LOSSES else dict(log_prob=inf, entropy=nan)
-        results = outcome(api, path, c, r, upstream=upstream, **reduction, **strategy, **o)
+        results = outcome(api, path, c, r, upstream=upstream, **o)
         assert not any(x.any() for x in results.values())
 
 
@@ -669,9 +670,9 @@ def test_fault_24_inference_mode(api, path):
 @pytest.mark.parametrize("path", TEACHER)
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 def test_fault_25_a_divergence_is_never_negative(api, dtype, path, divergence):
-    rng, n = torch.Generator().manual_seed(1), 200 if api is masked_ce else 40
+    rng, n = torch.Generator().manual_seed(1), 200 if api is masked_ce else 20
     z, noise = (torch.randn(n, 50, generator=rng) for _ in range(2))
-    for size, offset in product((0, 1e-4, 1e-2), (0, 300)):
+    for size, offset in ((0, 300), (1e-4, 0), (1e-4, 300)):
         student, teacher = ((z + x + offset).to(DEVICE, dtype) for x in (0, size * noise))
         c = SimpleNamespace(logits=student, teacher=teacher, hidden=student, teacher_hidden=teacher,
                             weight=torch.eye(50).to(student), bias=None, mask=None)
@@ -1280,7 +1281,7 @@ def vocabulary_parallel(r):
     c, first = make_case(DOUBLE, (2, 5), V=12, H=5), r.rank == 0
     for path, o in VALUES:
         if path != "distillation":
-            case, o = case_of(o, DOUBLE, (2, 5), 12 if r.world == 2 else 13, 5)
+            case, o = case_of(o, DOUBLE, (2, 5), V=12, H=5)
             check(r.api, path, case, r, **o)
     for name, (paths, z, _, o, *_) in FAULTS.items():
         for path in paths:
