@@ -2,6 +2,7 @@
 """Masked cross-entropy on Triton kernels: masked_ce.py's names, signatures and meaning, faster.
 """
 import functools
+import inspect
 from typing import NamedTuple, Optional, Tuple
 
 import torch
@@ -1269,7 +1270,7 @@ def gradients(ctx, upstream, v, *_):
     if torch.is_grad_enabled():
         raise RuntimeError("masked losses on Triton are once_differentiable: they have no "
                            "create_graph=True and no second derivatives. masked_ce has")
-    no_func_transforms()
+    no_func_transforms(upstream, v)
     if upstream is None and v is None:
         return (None,) * 3
     if ctx.early and not ctx.spent:
@@ -1381,8 +1382,12 @@ forward_op.register_autograd(
 
 
 # ----------------------------------------------------------------------------- the public functions
-def no_func_transforms():
-    if torch._C._are_functorch_transforms_active():
+def no_func_transforms(*upstream):
+    """Raises under torch.func, and in backward for is_grads_batched: kernels would read an address
+    that a batch of tensors does not have."""
+    batched = torch._C._functorch.is_legacy_batchedtensor
+    if torch._C._are_functorch_transforms_active() or any(
+            x is not None and batched(x) for x in upstream):
         raise RuntimeError("masked_ce_triton does not work under torch.func (grad, vjp, jvp, vmap, "
                            "is_grads_batched): its gradients are autograd.Functions. masked_ce does")
 
@@ -1390,7 +1395,8 @@ def no_func_transforms():
 def is_traced(x) -> bool:
     """By torch.compile, make_fx or a FakeTensorMode, or meta: then kernels run inside custom ops."""
     mode, key = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
-    return torch.compiler.is_compiling() or x.is_meta or bool(mode(key.PROXY) or mode(key.FAKE))
+    return torch.compiler.is_compiling() or x.is_meta or hasattr(x, "fake_mode") or bool(
+        mode(key.PROXY) or mode(key.FAKE))
 
 
 def checked(kind, x, target, loss_mask, head, teacher_head, **options):
@@ -1490,13 +1496,12 @@ def prepare(o: Call, x, target, loss_mask, v, items, linear, options):
 def public(function):
     """`function` with the name, signature, defaults and docstring that it has in masked_ce."""
     model = getattr(reference, function.__name__)
-    defaults = model.__kwdefaults__
+    defaults, known = model.__kwdefaults__, inspect.signature(model).parameters.keys()
 
     @functools.wraps(model)
     def with_defaults(*args, **options):
-        if not options.keys() <= defaults.keys():
-            unknown = ", ".join(options.keys() - defaults.keys())
-            raise TypeError(f"{model.__name__}() has no argument {unknown}")
+        if not options.keys() <= known:
+            raise TypeError(f"{model.__name__}() has no argument {sorted(options.keys() - known)}")
         return function(*args, **(defaults | options))
 
     with_defaults.__module__ = __name__  # where pickle finds it
