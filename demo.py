@@ -247,7 +247,7 @@ def samples():
     # For each of an answer's bytes, up to the 512th: the `context` bytes before it, and it.
     answers = [byte_tensor(s).unfold(0, context + 1, 1)[-len(s.answer.encode()):][:512]
                for s in corpus()]
-    training = [x for i, x in enumerate(answers) if i % 5]  # every fifth is held out
+    training = [x for i, x in enumerate(answers) if i % 10]  # every tenth is held out
 
     def batch(answers):  # -> x (N, context): the bytes before y; y (N,); cu_seqlens of the answers
         cu_seqlens = torch.tensor([0, *map(len, answers)], device=DEVICE).cumsum(0)
@@ -268,7 +268,7 @@ def samples():
         with torch.no_grad():
             return [F.cross_entropy(model(x), y) for x, y, _ in held_out]
 
-    held_out = [batch([x for x in answers[::5] if len(x) in r]) for r in by_length.values()]
+    held_out = [batch([x for x in answers[::10] if len(x) in r]) for r in by_length.values()]
     with Console().status("Six small models learn to write docstrings"):  # ours would record it
         losses = torch.tensor([[train(r, seed) for seed in seeds] for r in reductions])
     _, y, cu_seqlens = batch(answers)
@@ -296,30 +296,39 @@ def chunks():
     y = torch.cat([encode(s)[1] for s in corpus()[:40] if len(s.prompt) < CUT])[:n]
     keep = y != IGNORE
     every, in_chunks = keep | True, keep.view(-1, chunk).any(1).repeat_interleave(chunk)
-    bound = -(-int(keep.sum()) // 128) * 128
+    kept, some, first = int(keep.sum()), int(in_chunks.sum()), int(keep.nonzero()[0])
+    bound = -(-kept // 128) * 128
+
     def look_at_each(h, w, y):
         losses = [F.cross_entropy(F.linear(h, w), y, reduction="sum")
                   for h, y in zip(h.split(chunk), y.split(chunk)) if (y != IGNORE).any()]  # a sync
         return sum(losses) / (y != IGNORE).sum()
-    ours = partial(reference.masked_linear_cross_entropy, chunk_size=chunk)
-    inputs = h, w, y
-    cases = [("F.cross_entropy", eager, inputs, every, 3, 0),
-             ("look at each chunk", look_at_each, inputs, in_chunks, 3, n // chunk),
-             ('skip="chunks"', partial(ours, skip="chunks"), inputs, in_chunks, 4, 1),
-             ('skip="rows"', ours, inputs, keep, 4, 1),
-             (f"max_kept={bound}", partial(ours, max_kept=bound), inputs, keep, 4, 0),
-             ('skip="none"', partial(ours, skip="none"), inputs, every, 4, 0)]
+
+    def again(rows):  # all chunks but the last; chunks are even
+        chunks = -(-rows // chunk)
+        return (chunks - 1) * -(-rows // chunks)
+
+    ours, inputs = partial(reference.masked_linear_cross_entropy, chunk_size=chunk), (h, w, y)
+    cases = [  # what it computes, how many rows that is, how many of them twice, host syncs
+        ("F.cross_entropy", eager, inputs, every, n, 0, 0),
+        ("look at each chunk", look_at_each, inputs, in_chunks, some, 0, n // chunk),
+        ('skip="chunks"', partial(ours, skip="chunks"), inputs, in_chunks, some, again(some), 1),
+        ('skip="rows"', ours, inputs, keep, kept, again(kept), 1),
+        (f"max_kept={bound}", partial(ours, max_kept=bound), inputs, keep, bound, again(bound), 0),
+        ('skip="none"', partial(ours, skip="none"), inputs, every, n, again(n), 0)]
     fast, not_run = triton_file()
     if fast:
-        ours, first = fast.masked_linear_cross_entropy, int(keep.nonzero()[0])
-        few = slice(first - 4, first + 8)  # rows and 256 words are what its interpreter can bear
+        ours = fast.masked_linear_cross_entropy
+        # Its interpreter can bear 12 rows, of which 8 are kept, and 256 words.
+        few = slice(first - 4, first + 8)
         inputs = h[few], w[:256], y[few]
-        cases += [("Triton: one chunk", ours, inputs, keep[few], 3, 1),
-                  ("  chunk_size=4", partial(ours, chunk_size=4), inputs, keep[few], 3, 1),
-                  ("  recompute=True", partial(ours, recompute=True), inputs, keep[few], 4, 1)]
+        of_each = lambda *inputs: ours(*inputs, reduction="none").sum() / 8
+        cases += [("Triton chunk_size=4", partial(ours, chunk_size=4), inputs, None, 8, 0, 1),
+                  ('  reduction="none"', of_each, inputs, None, 8, 0, 1),
+                  ("  recompute=True", partial(ours, recompute=True), inputs, None, 8, 8, 1)]
     results = table("<", "syncs", "rows", "GEMMs", "multiply-adds", "peak,\nfloat32", "")
     strips = ""
-    for name, loss_fn, (h, w, y), rows, gemms, promised in cases:
+    for name, loss_fn, (h, w, y), rows, computed, twice, promised in cases:
         loss_of = lambda h, w: loss_fn(h, w, y)
         same = check(name.strip(), *compare(loss_of, lambda h, w: eager(h, w, y), h, w))
         syncs, peak = syncs_and_peak(partial(gradients, loss_of, h, w))
@@ -328,14 +337,14 @@ def chunks():
             loss = loss_of(*leaves)
         with FlopCounterMode(display=False) as in_backward:
             loss.backward()
-        computed = bound if "max_kept" in name else int(rows.sum())
-        multiply_adds = [x.get_total_flops() / 2 for x in (in_forward, in_backward)]
-        early, late = (x / (computed * w.numel()) for x in multiply_adds)
-        check(f"{name.strip()}: {gemms} GEMMs, {promised} syncs",
-              abs(early + late - gemms) + abs(syncs - promised))
-        results.add_row(name, str(syncs), f"{computed:,}", f"{early:g} + {late:g}",
-                        f"{sum(multiply_adds) / 1e6:,.1f} M", f"{peak / 2**20:.1f} MiB", same)
-        if len(rows) == n:
+        early, late = (x.get_total_flops() // 2 // w.numel() for x in (in_forward, in_backward))
+        check(f"{name.strip()}: {twice} rows twice, {promised} syncs",
+              abs(early + late - 3 * computed - twice) + abs(syncs - promised))
+        gemms = f"{early / computed:.3g} + {late / computed:.3g}"
+        multiply_adds = f"{(early + late) * w.numel() / 1e6:,.1f} M"
+        results.add_row(name, str(syncs), f"{computed:,}", gemms, multiply_adds,
+                        f"{peak / 2**20:.1f} MiB", same)
+        if rows is not None:
             cells = zip(*(x.float().chunk(min(console.width, 120) - 20) for x in (rows, keep)))
             marks = ["·" if r.mean() < 0.5 else "▒" if k.mean() < 0.5 else "█" for r, k in cells]
             strips += f"{name:20}{''.join(marks)}\n"
@@ -343,9 +352,10 @@ def chunks():
     say(results, not_run, strips.replace("█", "[green]█[/]").replace("▒", "[red]▒[/]"), sep="\n")
     return (f"Once for all, or never if the data loader knows a bound. The logits (N, V), here "
             f"{n * v >> 18} MiB in float32, for 8,192 tokens of Llama 3 "
-            f"{8192 * 128256 * 2 / 1e9:.1f} GB in bfloat16, are never held: backward computes them "
-            "again, a fourth GEMM. The Triton file saves it. It makes the gradients in forward, or "
-            "keeps the logits of a single chunk.")
+            f"{8192 * 128256 * 2 / 1e9:.1f} GB in bfloat16, are never held: backward computes all "
+            "chunks but the last again, at most a fourth GEMM. The Triton file saves it: of a "
+            "scalar loss it makes the gradients in forward, of a single chunk it can keep the "
+            "logits.")
 
 
 def logprobs():
