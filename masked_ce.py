@@ -18,7 +18,6 @@ Order    1 weights  2 losses of rows  3 the linear path, in chunks of rows  4 a 
          split over ranks  5 checks  6 the public losses
 """
 import functools
-import itertools
 from contextlib import nullcontext
 from numbers import Integral, Real
 from typing import NamedTuple, Optional
@@ -106,11 +105,7 @@ def count_items(
 
 def mask_values(name: str, mask: Tensor) -> Tensor:
     """A copy in float64, in which counts are exact (in bfloat16 257 ones sum to 256)."""
-    check_tensor(name, mask, getattr(mask, "shape", ()))
-    if mask.is_complex():
-        raise TypeError(f"{name} must hold real numbers, got {mask.dtype}")
-    if mask.requires_grad:
-        raise ValueError(f"{name} must not require grad, got {mask!r:.200}")
+    check_mask(name, mask, getattr(mask, "shape", ()))
     return mask.to(torch.float64, copy=True).contiguous()
 
 
@@ -270,34 +265,35 @@ def log_probs(logits, labels, w, *, softcap, temperature, **_) -> LogProbs:  # (
 
 # ----------------------------------------------------- 3 the linear path: logits in chunks of rows
 CHUNK_BYTES = 2**29  # of a chunk's logits in float32; backward holds three such tensors
-BLOCK = 16384  # columns of logits that one GEMM makes
+BLOCK = 65536  # columns of logits that one GEMM makes
 
 
 def head_logits(weight: Tensor, bias: Optional[Tensor], v: "Vocabulary", logits_dtype=None):
-    """-> a function: rows (n, H) -> logits (n, V). It is F.linear, in blocks of columns.
+    """-> a function: rows (n, H) -> logits (n, V). It is F.linear, and autocast followed by hand.
 
-    A head that learns is copied to float32, for autograd sums the gradients of all chunks in its
-    dtype; in blocks, for each gradient is held in both dtypes when it is added; and a copy, so that
-    backward computes the logits of what forward read. Autocast is followed by hand.
+    Of a head that learns it uses a copy: in float32, in which autograd then sums the gradients of
+    all chunks; in blocks, as each block's gradient is held in both dtypes while it is added; and a
+    copy even in float32, so that backward computes the logits of what forward read.
     """
     def blocks(x):
-        if x is None:
-            return itertools.repeat(None)
         x = x if len(x) == v.here else x[: v.here]  # padding, which may hold NaN, meets no GEMM
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x.split(BLOCK)
         return [block.to(math_dtype(x.dtype), copy=True) for block in x.split(BLOCK)]
 
-    head = list(zip(blocks(weight), blocks(bias)))
+    weights = blocks(weight)
+    biases = [None] * len(weights) if bias is None else blocks(bias)
 
     def logits(rows):
         autocast = autocast_dtype(rows)
         operands = autocast or rows.dtype
         result = torch.promote_types(operands, logits_dtype or operands)
-        # a result in float32: the same operands, whose products float32 holds without rounding
-        cast = lambda x: None if x is None else x.to(operands).to(result)
+
+        def cast(x):  # logits in float32 are those of the same operands, rounded to their dtype
+            return None if x is None else x.to(operands).to(result)
+
         with torch.autocast(rows.device.type, enabled=False) if autocast else nullcontext():
-            parts = [F.linear(cast(rows), cast(w), cast(b)) for w, b in head]
+            parts = [F.linear(cast(rows), cast(w), cast(b)) for w, b in zip(weights, biases)]
         return whole_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), v)
 
     return logits
@@ -320,45 +316,46 @@ def whole_chunks(keep: Tensor, size: int) -> Tensor:
     return chunks.any(1).repeat_interleave(size)[: len(keep)]
 
 
-def kept_rows(w: Tensor, skip: str, size: int, max_kept=None) -> Optional[Tensor]:
+def kept_rows(keep: Tensor, skip: str, size: int, max_kept=None) -> Optional[Tensor]:
     """The rows to compute, (n,) int64; None for all of them. size: rows in a chunk."""
-    keep = (w != 0).any(1)
-    if skip == "none" or keep.is_meta or hasattr(keep, "fake_mode"):  # these hold no values
+    if skip == "none":
         return None
     if max_kept is not None:  # the surplus has weight 0
         return kept_first(keep)[: max(max_kept, 1)]
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=f"skip={skip!r} reads how many rows are kept. For one full "
                                       "graph give max_kept, or skip='none'")
+    elif keep.is_meta or hasattr(keep, "fake_mode"):  # these hold no values
+        return None
     keep = whole_chunks(keep, size) if skip == "chunks" else keep
     return keep.nonzero()[:, 0]  # the one host sync
 
 
-def in_chunks(losses, w, hidden, *others, columns, group=None, chunk_size=None, skip="rows",
+def in_chunks(losses, w, hidden, others, *, columns, group=None, chunk_size=None, skip="rows",
               max_kept=None, recompute=False, **_):
-    """losses(w, hidden, *others), chunk of rows after chunk of rows. -> a list of tensors (N, ...)
+    """losses(w, hidden, others), chunk of rows after chunk of rows -> a list of tensors (N, ...).
 
-    Several chunks: each is checkpointed, that is, backward computes its logits again (four GEMMs
-    instead of three), so that no more than the logits of one chunk are ever held.
+    All chunks but the last are checkpointed: their logits are freed, and backward, which begins
+    with the last, computes them again. So no more than the logits of one chunk are ever held.
     """
     N, limit = len(w), chunk_size or max(CHUNK_BYTES // (4 * columns), 1)
+    size, keep = chunk_rows(N, limit), (w != 0).any(1)
     if max_kept is not None:  # if more are kept: NaN for each of them, computed or not
-        keep = (w != 0).any(1)
         too_many = keep & (keep.sum() > max_kept)
         hidden = hidden * torch.where(too_many, NAN, 1.0)[:, None].to(hidden.dtype)
-    size = chunk_rows(N, limit)
-    index = kept_rows(w, skip, size, max_kept)
-    rows = [hidden, *others]
+    rows, index = [w, hidden, others], kept_rows(keep, skip, size, max_kept)
     if index is not None:
-        w, rows = w.index_select(0, index), [x.index_select(0, index) for x in rows]
-        size = chunk_rows(len(w), limit) if skip == "rows" else size
-    # a masked row that is computed all the same holds 0 before any GEMM
-    rows = [selected(x, w) if x.is_floating_point() else x for x in rows]
-    # ranks gather columns in a second computation too: all do, as all agree on hidden's gradient
-    if (recompute or len(w) > size) and (group is None or hidden.requires_grad):
-        losses = functools.partial(
-            checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
-    parts = [losses(*chunk) for chunk in zip(*(x.split(size) for x in (w, *rows)))]
+        rows = [x.index_select(0, index) for x in rows]
+        size = chunk_rows(len(index), limit) if skip == "rows" else size
+    chunks = []
+    for w, *tensors in zip(*(x.split(size) for x in rows)):
+        # a masked row that is computed all the same holds 0 before any GEMM
+        chunks.append([w, *(selected(x, w) if x.is_floating_point() else x for x in tensors)])
+    again = functools.partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
+    if group is not None and not hidden.requires_grad:
+        again = losses  # a rank whose head is frozen would not take part in computing again
+    parts = [again(*chunk) for chunk in chunks[:-1]]
+    parts.append((again if recompute else losses)(*chunks[-1]))
     results = [torch.cat(part) for part in zip(*parts)]
     if index is not None:
         results = [x.new_zeros(N, *x.shape[1:]).index_copy(0, index, x) for x in results]
@@ -448,33 +445,30 @@ CHOICES = {
     "reduction": ("mean", "sum", "none", "sample_mean"), "skip": ("rows", "chunks", "none"),
     "target_format": ("probabilities", "logits"), "logits_dtype": (None, torch.float32),
     "divergence": ("cross_entropy", "forward_kl", "reverse_kl")}
-NUMBERS = {
-    "num_items": lambda x: 0 <= x < INF, "z_loss": lambda x: 0 <= x < INF,
-    "label_smoothing": lambda x: 0 <= x <= 1, "temperature": lambda x: 0 < x < INF,
-    "softcap": lambda x: 0 < x < INF, "teacher_softcap": lambda x: 0 < x < INF}
-INTEGERS = {"chunk_size": 1, "max_kept": 0, "vocab_size": 1}  # the least that is right
-MAY_BE_NONE = ("softcap", "teacher_softcap", *INTEGERS)
+INTEGER, NUMBER = (Integral, torch.SymInt), (Real, torch.SymInt, torch.SymFloat)
+NUMBERS = {  # type and range
+    "ignore_index": (INTEGER, lambda x: True), "vocab_size": (INTEGER, lambda x: x > 0),
+    "chunk_size": (INTEGER, lambda x: x > 0), "max_kept": (INTEGER, lambda x: x >= 0),
+    "num_items": (NUMBER, lambda x: 0 <= x < INF), "z_loss": (NUMBER, lambda x: 0 <= x < INF),
+    "label_smoothing": (NUMBER, lambda x: 0 <= x <= 1),
+    "temperature": (NUMBER, lambda x: 0 < x < INF), "softcap": (NUMBER, lambda x: 0 < x < INF),
+    "teacher_softcap": (NUMBER, lambda x: 0 < x < INF)}
+MAY_BE_NONE = ("vocab_size", "chunk_size", "max_kept", "softcap", "teacher_softcap")
 
 
 def check_options(**options) -> None:
     """TypeError or ValueError for an option that the tables above do not allow."""
     for name, x in options.items():
-        if x is None and name in MAY_BE_NONE:
-            continue
-        if name in CHOICES and x not in CHOICES[name]:
-            raise ValueError(f"{name} must be one of {CHOICES[name]}, got {x!r}")
-        if name in INTEGERS or name == "ignore_index":
-            if not isinstance(x, (Integral, torch.SymInt)) or isinstance(x, bool):
-                raise TypeError(f"{name} must be an integer, got {x!r:.200}")
-            right = name == "ignore_index" or x >= INTEGERS[name]
-        elif name in NUMBERS:
-            if not isinstance(x, (Real, torch.SymInt, torch.SymFloat)) or isinstance(x, bool):
-                raise TypeError(f"{name} must be a number, got {x!r:.200}")
-            right = NUMBERS[name](x)
-        else:
-            right = True
-        if not right:
-            raise ValueError(f"{name}={x} is out of range")
+        if name in CHOICES:
+            if x not in CHOICES[name]:
+                raise ValueError(f"{name} must be one of {CHOICES[name]}, got {x!r}")
+        elif name in NUMBERS and not (x is None and name in MAY_BE_NONE):
+            types, in_range = NUMBERS[name]
+            if isinstance(x, bool) or not isinstance(x, types):
+                kind = "an integer" if types is INTEGER else "a number"
+                raise TypeError(f"{name} must be {kind}, got {x!r:.200}")
+            if not in_range(x):
+                raise ValueError(f"{name}={x} is out of range")
 
 
 def check_tensor(name: str, x, shape, dtypes=None, device=None) -> None:
@@ -504,6 +498,14 @@ def check_values(wrong: Tensor, message) -> None:
     except RuntimeError:
         return
     raise ValueError(message(int(wrong.flatten().nonzero()[0])))
+
+
+def check_mask(name: str, mask, shape, device=None) -> None:
+    check_tensor(name, mask, shape, None, device)
+    if mask.is_complex():
+        raise TypeError(f"{name} must hold real numbers, got {mask.dtype}")
+    if mask.requires_grad:
+        raise ValueError(f"{name} must not require grad, got {mask!r:.200}")
 
 
 def check_group(group):
@@ -536,14 +538,14 @@ def check_num_items(num_items, reduction):
     return num_items.reshape(-1)[0]
 
 
-def check_head(names, hidden, weight, bias, vocab=None, tokens=None, device=None) -> None:
-    tokens = getattr(hidden, "shape", ())[:-1] if tokens is None else tokens
+def check_head(names, hidden, weight, bias, tokens, rows=None, device=None) -> None:
+    """rows: of the weight; where they are not given, its own."""
     check_tensor(names[0], hidden, (*tokens, ANY), FLOATS, device)
     dtypes = FLOATS if autocast_dtype(hidden) else (hidden.dtype,)
-    rows = vocab if vocab is not None else len(weight) if isinstance(weight, Tensor) and weight.dim() else ANY
-    check_tensor(names[1], weight, (rows, hidden.shape[-1]), dtypes, hidden.device)
+    rows = rows or getattr(weight, "shape", ())[:1] or (ANY,)
+    check_tensor(names[1], weight, (*rows, hidden.shape[-1]), dtypes, hidden.device)
     if bias is not None:
-        check_tensor(names[2], bias, weight.shape[:1], dtypes, hidden.device)
+        check_tensor(names[2], bias, rows, dtypes, hidden.device)
 
 
 def check_vocabulary(name, dtype, held: int, vocab_size, group) -> Vocabulary:
@@ -568,64 +570,61 @@ def check_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_size
         raise ValueError(f"max_kept={options['max_kept']} goes with skip='rows', "
                          f"got skip={options['skip']!r}")
     shape = getattr(x, "shape", ())
+    items = tokens = shape[:-1]
     if head is None:
         check_tensor("logits", x, shape or (ANY,), FLOATS)
+        v = check_vocabulary("logits", x.dtype, shape[-1], vocab_size, vocab_group)
     else:
-        check_head(("hidden", "linear_weight", "linear_bias"), x, *head)
-    name, held = ("logits", shape[-1]) if head is None else ("linear_weight", len(head[0]))
-    v = check_vocabulary(name, x.dtype, held, vocab_size, vocab_group)
+        check_head(("hidden", "linear_weight", "linear_bias"), x, *head, tokens)
+        v = check_vocabulary("linear_weight", x.dtype, len(head[0]), vocab_size, vocab_group)
     if "ignore_index" in options:
-        several = isinstance(target, Tensor) and target.dim() == x.dim()
-        items = (*shape[:-1], ANY) if several else shape[:-1]
+        if isinstance(target, Tensor) and target.dim() == x.dim():  # several labels a token
+            items = (*tokens, target.shape[-1] or ANY)
         check_tensor("target", target, items, INTS, x.device)
         check_ignore_index(options["ignore_index"], target.dtype)
-        items = target.shape
+    elif head is None:
+        check_tensor("target", target, shape, FLOATS, x.device)
     else:
-        items = shape[:-1]
-        if head is None:
-            check_tensor("target", target, shape, FLOATS, x.device)
-        else:
-            names = "teacher_hidden", "teacher_weight", "teacher_bias"
-            check_head(names, target, *teacher_head, vocab=len(head[0]), tokens=items,
-                       device=x.device)
+        names = "teacher_hidden", "teacher_weight", "teacher_bias"
+        check_head(names, target, *teacher_head, tokens, head[0].shape[:1], x.device)
     if loss_mask is not None:
-        check_tensor("loss_mask", loss_mask, items, None, x.device)
+        check_mask("loss_mask", loss_mask, items, x.device)
     return v
 
 
 def call_items(x, target, loss_mask, v: Vocabulary, *, ignore_index=None, reduction=None,
                cu_seqlens=None, num_items=None, **_):
-    """-> labels (N, K) in [0, V), or None for a distribution; w (N, K), there (N, 1): 0 where
-    masked, NaN where a label is wrong. Log-probabilities have no reduction: 1 where kept."""
+    """-> labels (N, K) in [0, V), or None for a distribution; w (N, K): 0 where masked, NaN where
+    a label is wrong. Log-probabilities have no reduction: 1 where kept."""
     tokens = x.shape[:-1]
-    if ignore_index is None:
-        a = torch.ones(tokens, dtype=torch.float64, device=x.device)
-    else:
+    a = torch.ones(tokens, dtype=torch.float64, device=x.device)
+    if ignore_index is not None:
         a = (target != ignore_index).double()
     if loss_mask is not None:
         a = torch.where(a != 0, mask_values("loss_mask", loss_mask), 0.0)
-    if reduction is None:
-        w = (a != 0).double()
-    else:
+    w = (a != 0).double()
+    if reduction is not None:
         w = item_weights(a, tokens, reduction, cu_seqlens, num_items)
     K = a.shape[-1] if a.dim() == x.dim() else 1
     labels = None
     if ignore_index is not None:
         known = (0 <= target) & (target < v.size)
-        check_values((w != 0) & ~known, lambda i: f"label {target.flatten()[i].item()} at token "
-                     f"{i // K} must be in [0, {v.size}) or ignored")
-        w = torch.where((w != 0) & ~known, NAN, w)
+        wrong = (w != 0) & ~known
+        check_values(wrong, lambda i: f"label {target.flatten()[i].item()} at token {i // K} must "
+                                      f"be in [0, {v.size}) or ignored")
+        w = torch.where(wrong, NAN, w)
         labels = torch.where(known, target, 0).long().reshape(tokens.numel(), K)
     return labels, w.to(math_dtype(x.dtype)).reshape(tokens.numel(), K)
 
 
-def checked_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_group=None,
-                 **options):
+def checked_call(x, target, loss_mask, head=None, teacher_head=None, **options):
     """check_call and call_items -> Vocabulary, labels, w; with an error of any rank on all."""
     def check():
-        v = check_call(x, target, loss_mask, head, teacher_head, vocab_group=vocab_group, **options)
+        v = check_call(x, target, loss_mask, head, teacher_head, **options)
         return (v, *call_items(x, target, loss_mask, v, **options))
-    return check() if vocab_group is None else on_every_rank(vocab_group, check)
+
+    group = options.get("vocab_group")
+    return check() if group is None else on_every_rank(group, check)
 
 
 def autocast_dtype(x: Tensor) -> Optional[torch.dtype]:
