@@ -1485,10 +1485,11 @@ def test_readme_models(api, monkeypatch, name, config, lora):
         models = [peft.get_peft_model(model, lora) for model in models]
         for other in models[1:]:
             other.load_state_dict(models[0].state_dict())
+    inputs = dict(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS), labels=LABELS,
+                  num_items_in_batch=20)
     for dtype, model in product((DOUBLE, FLOAT), models):
         with torch.autocast(DEVICE, BFLOAT, enabled=dtype == FLOAT):
-            loss = model.to(dtype)(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS),
-                                   labels=LABELS, num_items_in_batch=20)["loss"]
+            loss = model.to(dtype)(**inputs)["loss"]
         learn = [p for p in model.parameters() if p.requires_grad]
         results.append([loss.detach(), *gradients(loss, *learn)])
     for oracle, safe, lean, eager, *others in zip(*results, strict=True):
@@ -1496,6 +1497,13 @@ def test_readme_models(api, monkeypatch, name, config, lora):
         close(lean, oracle, 1e-6)
         for other in others:
             within(other.bfloat16(), oracle.double(), eager)
+    for switch in ("disable_adapter_layers", "merge_adapter") if lora else ():
+        for model in models:
+            getattr(model.base_model, switch)()
+        right, *others = (model(**inputs)["loss"].detach() for model in models)
+        close(torch.stack(others), right.expand(2), 1e-5)
+        for model in models:
+            model.base_model.enable_adapter_layers()
 
 
 def test_readme_trainers(api, tmp_path):
