@@ -456,8 +456,8 @@ def _statistics_kernel(
     k = tl.arange(0, O.lanes) if O.lanes > 1 else 0
     w = tl.load(items[0] + k, mask=k < K, other=0.0)
     if _sum(tl.where(w != 0, 1, 0), O) == 0:
-        none = tl.zeros([], ACC)
-        _store_row((none, none, none, none, none), w, w, stats_ptr, items_ptr, N, k, K, numbers, O,
+        none, one = tl.zeros([], ACC), tl.full([], 1, ACC)  # whose logarithm is 0
+        _store_row((none, one, none, none, one), w, w, stats_ptr, items_ptr, N, k, K, numbers, O,
                    PARTIAL)
         if GRADIENT and not ZEROED:
             _store_zeros(out_ptr, width, BLOCK)
@@ -1275,7 +1275,7 @@ def gradients(ctx, upstream, v, *_):
         return (None,) * 3
     if ctx.early and not ctx.spent:
         ctx.spent = not (o.retain_graph or o.traced)
-        grads = [scaled(grad, upstream, dtype, ctx.spent) if need else None
+        grads = [scaled(o, grad, upstream, dtype) if need else None
                  for grad, dtype, need in zip(saved[-3:], ctx.dtypes, o.needs)]
         return grads
     if ctx.spent and ctx.linear:
@@ -1290,12 +1290,13 @@ def gradients(ctx, upstream, v, *_):
             for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
 
 
-def scaled(grad, upstream, dtype, in_place):
+def scaled(o: Call, grad, upstream, dtype):
     """An early gradient times the upstream one; in place an upstream of 1, the usual one, is free.
     0 stays 0 even times inf."""
-    if torch.compiler.is_compiling() or grad.is_meta:
+    if o.traced:
         return torch.where(grad == 0, 0.0, grad.to(upstream.dtype) * upstream).to(dtype)
-    out = grad if in_place and grad.dtype == dtype else torch.empty_like(grad, dtype=dtype)
+    in_place = grad.dtype == dtype and not o.retain_graph
+    out = grad if in_place else torch.empty_like(grad, dtype=dtype)
     return launch_scale(grad, upstream, out).data  # with a version of its own, for it is given away
 
 
@@ -1393,9 +1394,9 @@ def no_func_transforms(*upstream):
 
 
 def is_traced(x) -> bool:
-    """By torch.compile, make_fx or a FakeTensorMode, or meta: then kernels run inside custom ops."""
+    """By torch.compile, make_fx or a FakeTensorMode: then kernels run inside custom ops."""
     mode, key = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
-    return torch.compiler.is_compiling() or x.is_meta or hasattr(x, "fake_mode") or bool(
+    return torch.compiler.is_compiling() or hasattr(x, "fake_mode") or bool(
         mode(key.PROXY) or mode(key.FAKE))
 
 
@@ -1502,6 +1503,8 @@ def public(function):
     def with_defaults(*args, **options):
         if not options.keys() <= known:
             raise TypeError(f"{model.__name__}() has no argument {sorted(options.keys() - known)}")
+        if any(isinstance(x, torch.Tensor) and x.is_meta for x in args):
+            return model(*args, **options)  # no values: there is nothing for a kernel to do
         return function(*args, **(defaults | options))
 
     with_defaults.__module__ = __name__  # where pickle finds it
