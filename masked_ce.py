@@ -141,10 +141,11 @@ def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
     bool: are cu_seqlens right? A sample is an index of the first dimension of `tokens`, all of a
     1-D one, or a segment that cu_seqlens cut out of the flattened tokens."""
     n = tokens.numel()
+    K = a.numel() // max(n, 1)
     if cu_seqlens is None:
         samples = tokens[0] if len(tokens) > 1 else 1
-        offsets = torch.arange(samples + 1, device=a.device) * (a.numel() // max(samples, 1))
-        return offsets, torch.ones((), dtype=torch.bool, device=a.device)
+        offsets = torch.arange(samples + 1, device=a.device) * (n // max(samples, 1))
+        return offsets * K, torch.ones((), dtype=torch.bool, device=a.device)
     check_tensor("cu_seqlens", cu_seqlens, (ANY,), INTS, a.device)
     if len(cu_seqlens) < 2 and n:
         raise ValueError(f"cu_seqlens must be (samples + 1,), got {tuple(cu_seqlens.shape)}")
@@ -154,8 +155,8 @@ def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
                                   f"{cu_seqlens.tolist()} does not")
     valid = ~wrong.any()
     offsets = torch.where(valid, cu_seqlens.long(), 0)
-    offsets[-1] = n  # of wrong ones too: they are indices
-    return offsets * (a.numel() // max(n, 1)), valid
+    offsets[-1] = n  # if they are wrong: one sample of all tokens, so that no index is
+    return offsets * K, valid
 
 
 def sample_sums(a: Tensor, offsets: Tensor) -> Tensor:  # -> (samples,)
@@ -331,18 +332,18 @@ def kept_rows(keep: Tensor, skip: str, size: int, max_kept=None) -> Optional[Ten
     return keep.nonzero()[:, 0]  # the one host sync
 
 
-def in_chunks(losses, w, hidden, others, *, columns, group=None, chunk_size=None, skip="rows",
-              max_kept=None, recompute=False, **_):
-    """losses(w, hidden, others), chunk of rows after chunk of rows -> a list of tensors (N, ...).
+def in_chunks(losses, w, hidden, others, limit, *, group=None, skip="rows", max_kept=None,
+              recompute=False, **_):
+    """losses(w, hidden, others) in chunks of up to `limit` rows -> a list of tensors (N, ...).
 
     All chunks but the last are checkpointed: their logits are freed, and backward, which begins
     with the last, computes them again. So no more than the logits of one chunk are ever held.
     """
-    N, limit = len(w), chunk_size or max(CHUNK_BYTES // (4 * columns), 1)
-    size, keep = chunk_rows(N, limit), (w != 0).any(1)
+    N, keep = len(w), (w != 0).any(1)
     if max_kept is not None:  # if more are kept: NaN for each of them, computed or not
         too_many = keep & (keep.sum() > max_kept)
         hidden = hidden * torch.where(too_many, NAN, 1.0)[:, None].to(hidden.dtype)
+    size = chunk_rows(N, limit)
     rows, index = [w, hidden, others], kept_rows(keep, skip, size, max_kept)
     if index is not None:
         rows = [x.index_select(0, index) for x in rows]
@@ -351,11 +352,13 @@ def in_chunks(losses, w, hidden, others, *, columns, group=None, chunk_size=None
     for w, *tensors in zip(*(x.split(size) for x in rows)):
         # a masked row that is computed all the same holds 0 before any GEMM
         chunks.append([w, *(selected(x, w) if x.is_floating_point() else x for x in tensors)])
-    again = functools.partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
+
+    freed = functools.partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
     if group is not None and not hidden.requires_grad:
-        again = losses  # a rank whose head is frozen would not take part in computing again
-    parts = [again(*chunk) for chunk in chunks[:-1]]
-    parts.append((again if recompute else losses)(*chunks[-1]))
+        freed = losses  # a rank whose head is frozen would not take part in computing again
+    parts = [freed(*chunk) for chunk in chunks[:-1]]
+    parts.append((freed if recompute else losses)(*chunks[-1]))
+
     results = [torch.cat(part) for part in zip(*parts)]
     if index is not None:
         results = [x.new_zeros(N, *x.shape[1:]).index_copy(0, index, x) for x in results]
@@ -414,11 +417,6 @@ def whole_rows(logits: Tensor, v: Vocabulary) -> Tensor:  # (n, columns here) ->
     if v.group is None:
         return logits
     return GatherColumns.apply(F.pad(logits, (0, v.each - v.here)), v.group)[:, : v.size]
-
-
-def hidden_rows(hidden: Tensor, v: Vocabulary) -> Tensor:  # (..., H) -> (N, H)
-    rows = hidden.flatten(0, -2) if hidden.dim() > 1 else hidden[None]
-    return rows if v.group is None else SumGradient.apply(rows, v.group)
 
 
 def on_every_rank(group, check):
@@ -657,26 +655,30 @@ def given_logits(losses, logits, target, loss_mask, **options):
     def rows(x):
         return selected(whole_rows(x.reshape(len(w), x.shape[-1]), v), w)
 
-    labels = rows(target.detach()) if labels is None else labels
-    results = losses(rows(logits), labels, w, **options)
-    return reduced(results, target, logits, **options)
+    others = rows(target.detach()) if labels is None else labels
+    return reduced(losses(rows(logits), others, w, **options), target, logits, **options)
 
 
-def from_hidden(losses, hidden, target, loss_mask, head, teacher_head=None, *, logits_dtype=None,
-                **options):
-    """`losses` of the logits of hidden rows, chunk by chunk, reduced."""
-    v, labels, w = checked_call(
-        hidden, target, loss_mask, head, teacher_head, logits_dtype=logits_dtype, **options)
+def from_hidden(losses, hidden, target, loss_mask, head, teacher_head=None, *, chunk_size=None,
+                logits_dtype=None, **options):
+    """`losses` of the logits of hidden rows, chunk by chunk, reduced. With a teacher_head, target
+    is the hidden states of the teacher."""
+    v, labels, w = checked_call(hidden, target, loss_mask, head, teacher_head,
+                                chunk_size=chunk_size, logits_dtype=logits_dtype, **options)
     logits, columns = head_logits(*head, v, logits_dtype), v.size
-    if teacher_head is None:
-        labels_of = lambda labels: labels
-    else:
+    if teacher_head is not None:
         weight, bias = teacher_head
-        labels_of = head_logits(weight.detach(), None if bias is None else bias.detach(), v)
-        labels, columns = hidden_rows(target.detach(), v), 2 * v.size
-    results = in_chunks(
-        lambda w, rows, labels: losses(logits(rows), labels_of(labels), w, **options),
-        w, hidden_rows(hidden, v), labels, columns=columns, group=v.group, **options)
+        teacher_logits = head_logits(weight.detach(), None if bias is None else bias.detach(), v)
+        labels, columns = target.detach().reshape(len(w), target.shape[-1]), 2 * v.size
+
+    def chunk_losses(w, rows, labels):
+        others = labels if teacher_head is None else teacher_logits(labels)
+        return losses(logits(rows), others, w, **options)
+
+    rows = hidden.reshape(len(w), hidden.shape[-1])
+    rows = rows if v.group is None else SumGradient.apply(rows, v.group)
+    limit = chunk_size or max(CHUNK_BYTES // (4 * columns), 1)
+    results = in_chunks(chunk_losses, w, rows, labels, limit, group=v.group, **options)
     return reduced(results, target, hidden, **options)
 
 
