@@ -361,7 +361,9 @@ def case_of(o, dtype=FLOAT, shape=(3, 4), V=67, H=16):  # -> the case and the op
 
 
 @pytest.mark.parametrize("size, value", [
-    *product([(dtype, (3, 4), 67) for dtype in DTYPES], VALUES), *product([
+    *product([(FLOAT, (3, 4), 67), (BFLOAT, (3, 4), 67)], VALUES),
+    *product([(HALF, (3, 2), 67)], VALUES[:7] + VALUES[7::2]),
+    *product([(DOUBLE, (3, 2), 67)], VALUES[:7] + VALUES[8::2]), *product([
         (BFLOAT, (2, 5), 2), (DOUBLE, (4,), 4096), (DOUBLE, (4,), 4099)],  # less than a block;
         VALUES[:13]),  # whole blocks; an odd tail. Of a wide row's GEMM eager may round luckily.
     *product([(FLOAT, (2,), 2**15 + 5)], [*VALUES[:4], *VALUES[7:13]]),
@@ -606,8 +608,8 @@ def test_fault_13_nothing_kept(api, path, K, empty, r=None):
 
 @pytest.mark.parametrize("path", ["linear", "linear none", "linear_log_probs"])
 def test_fault_18_nothing_allocated_for_a_frozen_weight(api, path):
-    c = SimpleNamespace(weight=torch.zeros(50, 2**16, device=DEVICE), hidden=leaf([[1] * 2**16] * 2),
-                        bias=None, mask=None, target=tensor([0, 1]))
+    c = SimpleNamespace(weight=torch.zeros(50, 2**16, device=DEVICE), bias=None, mask=None,
+                        hidden=leaf([[1] * 2**16] * 2), target=tensor([0, 1]))
     path, *reduction = path.split()
     with torch.profiler.profile(profile_memory=True) as profile:
         y = call(api, path, c, **{"reduction": x for x in reduction})
@@ -643,11 +645,10 @@ def test_fault_16_weights(api):
 
 @pytest.mark.parametrize("path", LOSSES)
 def test_fault_23_num_items_of_trainers(api, path):
-    c = make_case()
-    for reduction in ("mean", "sample_mean"):
-        right = outcome(api, path, c, num_items=3, reduction=reduction)
-        for n in (3.0, tensor([[3.0], [3.0]]), tensor([3]), torch.tensor(3), tensor([[3]])):
-            same(outcome(api, path, c, num_items=n, reduction=reduction), right)
+    c = make_case(shape=(2, 2))
+    right = outcome(api, path, c, num_items=3)
+    for n in (3.0, tensor([[3.0], [3.0]]), tensor([3]), torch.tensor(3)):
+        same(outcome(api, path, c, num_items=n), right)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -656,7 +657,7 @@ def test_fault_24_inference_mode(api, path):
     for reduction in ("mean", "sum", "none", "sample_mean") if path in LOSSES else [None]:
         o = dict(reduction=reduction) if reduction else {}
         for learns in (PATHS[path], PATHS[path][1:])[:len(PATHS[path])]:
-            c, results = make_case(), []
+            c, results = make_case(shape=(2, 2)), []
             for mode in (torch.enable_grad, torch.inference_mode):
                 with mode():
                     vars(c).update((name, x.detach().clone()) for name, x in vars(c).items()
@@ -671,7 +672,7 @@ def test_fault_24_inference_mode(api, path):
 @pytest.mark.parametrize("path", TEACHER)
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 def test_fault_25_a_divergence_is_never_negative(api, dtype, path, divergence):
-    rng, n = torch.Generator().manual_seed(1), 200 if api is masked_ce else 20
+    rng, n = torch.Generator().manual_seed(1), 200 if api is masked_ce else 10
     z, noise = (torch.randn(n, 50, generator=rng) for _ in range(2))
     for size, offset in ((0, 300), (1e-4, 0), (1e-4, 300)):
         student, teacher = ((z + x + offset).to(DEVICE, dtype) for x in (0, size * noise))
@@ -692,7 +693,7 @@ def test_fault_25_a_divergence_is_never_negative(api, dtype, path, divergence):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", "sample_mean"])
 def test_several_labels(api, path, reduction):
     """Against separate losses, and with a teacher's top K against the dense distribution."""
-    c = make_case(DOUBLE, K=3)
+    c = make_case(DOUBLE, (3, 2), K=3)
     o = dict(reduction="none", label_smoothing=0.1, z_loss=0.01)
     each = [call(api, path, SimpleNamespace(**vars(c) | dict(
         target=c.target[..., k].contiguous(), mask=c.mask[..., k])), **o) for k in range(3)]
@@ -708,8 +709,10 @@ def test_several_labels(api, path, reduction):
     for x, y in zip(gradients(loss, *leaves(c, path), upstream=upstream),
                     gradients(right, *leaves(c, path), upstream=upstream)):
         close(x, y, 1e-13)
+    if reduction != "sum":
+        return
     # a teacher's probabilities of its top K: the rest of the mass is ignored
-    dense = torch.zeros(3, 4, 67, dtype=DOUBLE, device=DEVICE)
+    dense = torch.zeros(3, 2, 67, dtype=DOUBLE, device=DEVICE)
     dense.scatter_add_(-1, torch.where(c.items, c.target, 0), a)
     for other in (F.cross_entropy, api.masked_cross_entropy_from_distribution):
         z = c.logits[c.keep] if path == "labels" else F.linear(c.hidden[c.keep], c.weight, c.bias)
@@ -735,7 +738,8 @@ def test_several_labels_share_samples_and_divisors(api, path):
 
 
 ENTROPIES = [  # logits, label, its log-probability, entropy, correct
-    ([0, 1, -inf], 1, -0.3132616875, 0.5822031089, True), ([0, 1, -inf], 2, -inf, 0.5822031089, False),
+    ([0, 1, -inf], 1, -0.3132616875, 0.5822031089, True),
+    ([0, 1, -inf], 2, -inf, 0.5822031089, False),
     ([0, 0, 0], 2, -log(3), log(3), True), ([1e8, 1e8, 0], 0, -log(2), log(2), True),
     ([-inf, -inf, 5], 2, 0, 0, True), ([-inf, -inf, 5], 0, -inf, 0, False),
     ([0, -1e4, -1e4], 0, 0, 0, True), ([0, -1e4, -1e4], 1, -1e4, 0, False)]
@@ -743,19 +747,37 @@ ENTROPIES = [  # logits, label, its log-probability, entropy, correct
 
 @pytest.mark.parametrize("path", ["log_probs", "linear_log_probs"])
 @pytest.mark.parametrize("z, y, log_prob, entropy, correct", ENTROPIES, ids=str)
-def test_entropies(api, path, z, y, log_prob, entropy, correct):
-    z = leaf([z])
-    c = SimpleNamespace(logits=z, target=tensor([y]), mask=None, hidden=torch.ones_like(z[:, :1]),
+def test_entropies(api, path, z, y, log_prob, entropy, correct, r=None):
+    p = tensor([z], dtype=DOUBLE).softmax(1)
+    z = part(r, tensor([z], dtype=FLOAT), -1).clone().requires_grad_()
+    c = SimpleNamespace(logits=z, target=tensor([y]), mask=None, hidden=z.new_ones(1, 1),
                         weight=torch.zeros_like(z.t()), bias=z[0])
-    results = call(api, path, c)
+    results = call(api, path, c, r, vocab_size=3)
     for result, right in zip(results, ([log_prob], [entropy], [correct])):
         close(result.double(), right, 1e-6)
-    p = z.detach().double().softmax(1)
-    dz = -p * (torch.where(p > 0, p.log(), 0) + entropy)
-    within(gradients(results.entropy, z)[0], dz, dz, torch.ones(1, device=DEVICE))
-    if log_prob > -inf:
-        dz = F.one_hot(tensor([y]), 3) - p
-        within(gradients(call(api, path, c).log_prob, z)[0], dz, dz, torch.ones(1, device=DEVICE))
+    dz = -p * (torch.where(p > 0, p.log(), 0) + entropy), F.one_hot(tensor([y]), 3) - p
+    for right, result in zip(dz, (results.entropy, call(api, path, c, r, vocab_size=3).log_prob)):
+        grad, right = gradients(result, z)[0], part(r, right, -1)
+        if result > -inf and right.numel():
+            within(grad, right, right, torch.ones(1, device=DEVICE))  # the size of the terms
+
+
+def test_types_and_dimensions(api):
+    """Any number type as mask, labels of both integer types, tokens of no dimension."""
+    c = make_case()
+    masks = c.mask > 1, (c.mask > 1).to(torch.uint8), (c.mask > 1).half(), (c.mask > 1).double()
+    for path in LOSS_ONLY:
+        results = [call(api, path, SimpleNamespace(**vars(c) | dict(mask=mask, target=target)))
+                   for mask in masks[:2] for target in (c.target, c.target.int())]
+        assert all(torch.equal(x, results[0]) for x in results)
+    for mask in masks:
+        assert api.count_items(mask) == masks[0].sum()
+        close(api.token_weights(mask).float(), masks[0] / masks[0].sum())
+    z, y = c.logits[0, 0], c.target[0, 0]
+    for loss in (api.masked_cross_entropy(z, y), -api.masked_log_probs(z, y).log_prob,
+                 api.masked_linear_cross_entropy(z, torch.eye(67, device=DEVICE), y),
+                 api.masked_cross_entropy_from_distribution(z, F.one_hot(y, 67).float())):
+        close(loss, F.cross_entropy(z.double(), y).item())
 
 
 # ------------------------------------------------------------------------------- what autograd asks
@@ -765,7 +787,8 @@ TRANSFORMS = dict(
     jvp=lambda f: lambda z: torch.func.jvp(f, (z,), (z / 9,))[1], jacrev=torch.func.jacrev,
     vmap=lambda f: lambda z: torch.func.vmap(f)(torch.stack([z, z])),
     compiled=lambda f: torch.compile(torch.func.grad(f), backend="aot_eager"),
-    hessian=torch.func.hessian, second=lambda f: torch.func.grad(lambda z: torch.func.grad(f)(z)[0, 1]))
+    hessian=torch.func.hessian,
+    second=lambda f: torch.func.grad(lambda z: torch.func.grad(f)(z)[0, 1]))
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -801,8 +824,9 @@ def test_fault_21_function_transforms(api, path, name):
             transform(ours)(z)
 
 
-@pytest.mark.parametrize("path, o", [*((path, {}) for path in PATHS), ("linear", dict(chunk_size=3)),
-                                     ("linear", dict(max_kept=9, recompute=True))])
+@pytest.mark.parametrize("path, o", [
+    *((path, {}) for path in PATHS), ("linear", dict(chunk_size=3)),
+    ("linear", dict(max_kept=9, recompute=True))])
 def test_second_derivatives(api, path, o):
     """Of each input's gradient by all inputs, from float64; Triton's file says that it has none."""
     c = make_case(DOUBLE, shape=(2, 3), V=5, H=3)
@@ -828,31 +852,24 @@ def test_second_derivatives(api, path, o):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_inputs_changed_before_backward(api, path):
-    """Right, or torch's error that something was changed. Given logits, as F.cross_entropy allows
-    it, right in the reference; the Triton file reads the logits again, and says so."""
-    for strategy in STRATEGIES[:2] + [dict(chunk_size=3)] if "linear" in path else [{}]:
-        for name in (*PATHS[path], "target", "mask", "teacher", "teacher_hidden", "teacher_weight"):
-            c = make_case()
-            x, work = leaves(c, path), copy.copy(c)
-            results = []
-            for change in (False, True):
-                vars(work).update((n, y.clone()) for n, y in vars(c).items())
-                if path == "distillation":
-                    strategy = {n: y for n, y in strategy.items() if n != "skip"}
-                y = outputs(call(api, path, work, **strategy))
-                loss = sum(a.sum() for a in y.values())
-                if change:
-                    getattr(work, name).detach().mul_(2)
-                    getattr(work, name).add_(1)
-                try:
-                    results.append(gradients(loss, *x))
-                except RuntimeError as error:
-                    assert "modified by an inplace operation" in str(error)
-                    assert (api, path) != (masked_ce, "labels")
-                    results.append(results[0])
-                    continue
-                assert (api is masked_ce or not change or name != "logits")
-            same(*results)
+    """Right, or torch's error that something was changed. Given logits, F.cross_entropy allows it,
+    so the reference is right; the Triton file reads the logits again, and says so."""
+    strategies = [{}, dict(chunk_size=3)] if "hidden" in PATHS[path] else [{}]
+    names = *PATHS[path], "target", "mask", "teacher", "teacher_hidden", "teacher_weight"
+    for strategy, name in product(strategies, names):
+        c, results = make_case(shape=(2, 3)), []
+        for change in (False, True):
+            copies = SimpleNamespace(**{n: x.clone() for n, x in vars(c).items()})
+            y = outputs(call(api, path, copies, **strategy))
+            if change:
+                getattr(copies, name).detach().mul_(2)  # which counts as a change too
+            try:
+                results.append(gradients(sum(x.sum() for x in y.values()), *leaves(c, path)))
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+                assert change and (api is not masked_ce or path != "labels")
+        assert len(results) == 1 or api is masked_ce or name != "logits"
+        same(*results) if len(results) == 2 else None
 
 
 def count_syncs(step):
@@ -1141,7 +1158,7 @@ def test_annealed_options_do_not_recompile(api, path):
             close(x, right, 1e-5)
 
 
-# ------------------------------------------------------------------------- the Triton file by itself
+# ------------------------------------------------------------------------ the Triton file by itself
 def test_two_copies_do_not_mix(triton_api, tmp_path, monkeypatch):
     (tmp_path / "a_package").mkdir()
     for module in (masked_ce, triton_api):
@@ -1153,8 +1170,6 @@ def test_two_copies_do_not_mix(triton_api, tmp_path, monkeypatch):
     for loss in (x.masked_cross_entropy for x in (masked_ce, triton_api, other)):
         assert pickle.loads(pickle.dumps(loss)) == loss
         close(loss(z, y), log(2))
-    spaces = [name for name in dir(torch.ops) if "masked_ce" in name]
-    assert len([name for name in spaces if "a_package" in name.replace("_46_", ".")]) == 1 < len(spaces)
     monkeypatch.setattr(other, "forward", None)  # what its operations call
     torch._dynamo.reset()
     close(torch.compile(triton_api.masked_cross_entropy, **o)(z, y), log(2))
@@ -1234,7 +1249,8 @@ def in_rank(rank, world, backend, store, files):
     dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank,
                             world_size=world, timeout=timedelta(seconds=60))
     cases = [no_rank_waits, vocabulary_parallel, sequence_parallel, wrappers]
-    for case, api in product(cases + [two_parts] * (world == 2), map(importlib.import_module, files)):
+    cases += [two_parts] * (world == 2)
+    for case, api in product(cases, map(importlib.import_module, files)):
         print(f"rank {rank} of {world}:", api.__name__, case.__name__, flush=True)
         case(SimpleNamespace(api=api, rank=rank, world=world, group=dist.group.WORLD))
     dist.destroy_process_group()
@@ -1291,6 +1307,8 @@ def vocabulary_parallel(r):
             if even and not whole:
                 test_faults(r.api, path, name, r)
     test_linear_faults(r.api, "linear", "12", {}, r)
+    for path, case in product(["log_probs", "linear_log_probs"], ENTROPIES):
+        test_entropies(r.api, path, *case, r)
     if r.world == 2:  # to save time
         if r.api is not masked_ce:
             compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
