@@ -422,17 +422,17 @@ def whole_rows(logits: Tensor, v: Vocabulary) -> Tensor:  # (n, columns here) ->
 def on_every_rank(group, check):
     """check(), which begins with a Vocabulary. What one rank raises, all raise, also where they
     hold other shards: no rank waits for one that is gone."""
-    result = error = shard = None
+    result = error = own = None
     try:
         result = check()
-        shard = result[0]._replace(here=None, group=None)
+        own = result[0]._replace(here=None, group=None)  # what must be the same on all ranks
     except (TypeError, ValueError) as caught:
-        error = caught
+        error, own = caught, repr(caught)
     said = [None] * check_group(group).size()
-    distributed.all_gather_object(said, (shard, error and repr(error)), group=group)
+    distributed.all_gather_object(said, own, group=group)
     if error:
         raise error
-    if any(other != (shard, None) for other in said):
+    if any(other != own for other in said):
         raise ValueError(f"the ranks of vocab_group make different calls: {said}")
     return result
 
@@ -560,9 +560,9 @@ def check_vocabulary(name, dtype, held: int, vocab_size, group) -> Vocabulary:
 
 def check_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_size=None,
                vocab_group=None, cu_seqlens=None, num_items=None, **options) -> Vocabulary:
-    """All that can be wrong with a call but for the values in its tensors. x: logits, or hidden
-    states, then with head = (weight, bias). Labels have an ignore_index, distributions have none.
-    """
+    """All that can be wrong with a call but for the values in its tensors; cu_seqlens and num_items
+    are checked where they are used. x: logits, or hidden states, then with head = (weight, bias).
+    Labels have an ignore_index, distributions have none."""
     check_options(vocab_size=vocab_size, **options)
     if options.get("max_kept") is not None and options.get("skip", "rows") != "rows":
         raise ValueError(f"max_kept={options['max_kept']} goes with skip='rows', "
@@ -637,17 +637,6 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 # ----------------------------------------------------------------------------- 6 the public losses
-# What their arguments share:
-# loss_mask    token weights a, bool or any number type, in exactly target's shape
-# reduction    "mean" over what is kept, "sum", "none" (a_i * l_i, in target's shape), "sample_mean":
-#              the mean of the samples' own means; a sample is an index of dimension 0, a segment of
-#              cu_seqlens, or all of 1-D tokens
-# num_items    the divisor over everything that is added up (see token_weights)
-# softcap      z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118), then / temperature
-# vocab_size   columns from there on are padding: they take no part, whatever they hold
-# vocab_group  ranks that each hold a part of the columns (or rows of linear_weight), in rank order
-# Math in float32, for float64 in that. TypeError or ValueError for bad types, shapes, devices and
-# options; for bad values (labels, weights, cu_seqlens) on CPU, where elsewhere the result is NaN.
 def given_logits(losses, logits, target, loss_mask, **options):
     """`losses` of all rows at once, reduced."""
     v, labels, w = checked_call(logits, target, loss_mask, **options)
@@ -667,8 +656,7 @@ def from_hidden(losses, hidden, target, loss_mask, head, teacher_head=None, *, c
                                 chunk_size=chunk_size, logits_dtype=logits_dtype, **options)
     logits, columns = head_logits(*head, v, logits_dtype), v.size
     if teacher_head is not None:
-        weight, bias = teacher_head
-        teacher_logits = head_logits(weight.detach(), None if bias is None else bias.detach(), v)
+        teacher_logits = head_logits(*(x if x is None else x.detach() for x in teacher_head), v)
         labels, columns = target.detach().reshape(len(w), target.shape[-1]), 2 * v.size
 
     def chunk_losses(w, rows, labels):
@@ -691,6 +679,17 @@ def reduced(results, target, x, reduction=None, ignore_index=None, **_):
     return results[0].view(items) if reduction == "none" else results[0].sum()
 
 
+# What the arguments share:
+# loss_mask    token weights a, bool or any number type, in exactly target's shape
+# reduction    "mean" over what is kept, "sum", "none" (a_i * l_i, in target's shape), "sample_mean":
+#              the mean of the samples' own means; a sample is an index of dimension 0, a segment of
+#              cu_seqlens, or all of 1-D tokens
+# num_items    the divisor over everything that is added up (see token_weights)
+# softcap      z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118), then / temperature
+# vocab_size   columns from there on are padding: they take no part, whatever they hold
+# vocab_group  ranks that each hold a part of the columns (or rows of linear_weight), in rank order
+# Math in float32, for float64 in that. TypeError or ValueError for bad types, shapes, devices and
+# options; for bad values (labels, weights, cu_seqlens) on CPU, where elsewhere the result is NaN.
 def masked_cross_entropy(
     logits: Tensor,  # (..., V)
     target: Tensor,  # (...) int32 or int64, or (..., K): several labels a token
