@@ -1271,6 +1271,7 @@ def gradients(ctx, upstream, v, *_):
         raise RuntimeError("masked losses on Triton are once_differentiable: they have no "
                            "create_graph=True and no second derivatives. masked_ce has")
     no_func_transforms(upstream, v)
+    v = None if v is None else none(v)  # of an op's output that stands for no entropy
     if upstream is None and v is None:
         return (None,) * 3
     if ctx.early and not ctx.spent:
@@ -1284,8 +1285,8 @@ def gradients(ctx, upstream, v, *_):
     inputs = [x if y is None else y for x, y in zip(saved, ctx.unsaved)]
     stats, logits, teacher_logits, h = saved[9:13]
     ctx.spent = ctx.spent or logits is not None and not o.retain_graph
-    run = traced_backward if o.traced else backward
-    grads = run(o, *inputs, stats, ctx.n, logits, teacher_logits, h, upstream, v)
+    tensors = (*inputs, stats, ctx.n, logits, teacher_logits, h, upstream, v)
+    grads = backward_op(*tensors, *ctx.numbers_apart) if o.traced else backward(o, *tensors)
     return [grad.to(dtype) if need else None
             for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
 
@@ -1328,18 +1329,40 @@ KINDS = {str: "str", float: "float", bool: "bool", int: "SymInt", torch.dtype: "
 CALL = ", ".join(f"{KINDS[kind]} {name}" for name, kind in Call.__annotations__.items())
 
 
+NUMBERS = Call._fields[2:7]  # label_smoothing to temperature
+
+
+def numbers_apart(o: Call):
+    """-> a tensor of o's numbers, and o with others in their place, which only say what is used. A
+    graph would be compiled again for each value of a number, of a tensor's not."""
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    values = [getattr(o, name) for name in NUMBERS]
+    numbers = torch.stack([one * (0.0 if x is None else x) for x in values])
+    used = [None if x is None else 0.0 if x == 0 else 1.0 if x == 1 else 2.0 for x in values]
+    return numbers, *o._replace(**dict(zip(NUMBERS, used)))
+
+
 def op(name, function, fake, schema):
-    """A custom op of tensors and a Call's fields. Ops return no None: an empty tensor stands for it."""
-    def wrapped(f):
-        def run(*args):
-            o, tensors = Call(*args[-len(Call._fields):]), args[: -len(Call._fields)]
-            return tuple(torch.empty(0, device="cpu") if x is None else
-                         torch.tensor(x, device="cpu") if isinstance(x, int) else x
-                         for x in f(o, *tensors))
-        return run
-    made = torch.library.custom_op(
-        f"{NAMESPACE}::{name}", wrapped(function), mutates_args=(), schema=schema)
-    made.register_fake(wrapped(fake))
+    """A custom op of tensors, numbers and a Call's fields. Ops return no None: an empty tensor
+    stands for it."""
+    fields = len(Call._fields)
+
+    def as_tensor(x):
+        if x is None:
+            return torch.empty(0, device="cpu")
+        return torch.tensor(x, device="cpu") if isinstance(x, int) else x
+
+    def run(*args):
+        o = Call(*args[-fields:])
+        numbers = zip(NUMBERS, args[-fields - 1].tolist())
+        o = o._replace(**{name: x for name, x in numbers if getattr(o, name) is not None})
+        return tuple(map(as_tensor, function(o, *args[: -fields - 1])))
+
+    def run_fake(*args):
+        return tuple(map(as_tensor, fake(Call(*args[-fields:]), *args[: -fields - 1])))
+
+    made = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
+    made.register_fake(run_fake)
     return made
 
 
@@ -1366,19 +1389,18 @@ def fake_forward(o, x, weight, bias, target, teacher_weight, teacher_bias, w, *_
 def traced_setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[2:])
     fields = len(Call._fields)
-    setup(ctx, Call(*inputs[-fields:]), inputs[:-fields], [none(x) for x in output])
-
-
-def traced_backward(o, *tensors):
-    return backward_op(*tensors, *o)
+    ctx.numbers_apart = inputs[-fields - 1 :]
+    setup(ctx, Call(*inputs[-fields:]), inputs[: -fields - 1], [none(x) for x in output])
 
 
 forward_op = op("forward", forward, fake_forward,
-                f"({TENSORS}, {CALL}) -> ({', '.join(['Tensor'] * 11)})")
-backward_op = op("backward", backward, lambda o, *tensors: fake_gradients(o, *tensors[:3]),
-                 f"({TENSORS}, {KEPT}, Tensor? upstream, Tensor? v, {CALL}) -> (Tensor, Tensor, Tensor)")
+                f"({TENSORS}, Tensor numbers, {CALL}) -> ({', '.join(['Tensor'] * 11)})")
+backward_op = op(
+    "backward", backward, lambda o, *tensors: fake_gradients(o, *tensors[:3]),
+    f"({TENSORS}, {KEPT}, Tensor? upstream, Tensor? v, Tensor numbers, {CALL})"
+    " -> (Tensor, Tensor, Tensor)")
 forward_op.register_autograd(
-    lambda ctx, *upstream: (*gradients(ctx, *upstream), *(None,) * (6 + len(Call._fields))),
+    lambda ctx, *upstream: (*gradients(ctx, *upstream), *(None,) * (7 + len(Call._fields))),
     setup_context=traced_setup)
 
 
@@ -1461,7 +1483,7 @@ def call(kind, x, target, loss_mask, head=None, teacher_head=None, *, cu_seqlens
     teacher = [None if y is None else y.detach() for y in teacher_head or (None, None)]
     tensors = (x, weight, bias, labels, *teacher, w, index, count)
     if o.traced:
-        loss, *others = forward_op(*tensors, *o)[:3]
+        loss, *others = forward_op(*tensors, *numbers_apart(o))[:3]
         return loss.clone(), *others  # or autograd forbids `loss *= 2`
     outputs = forward(o, *tensors, out=out)
     return Losses.apply(x, weight, bias, o, tensors, outputs) if any(o.needs) else outputs[:3]
