@@ -53,8 +53,9 @@ def shift_labels(
     """
     check_tensor("labels", labels, (*getattr(labels, "shape", ())[:-1], ANY))
     is_mask = labels.is_floating_point() or labels.dtype == torch.bool
-    check_ignore_index(ignore_index, torch.int8 if is_mask else labels.dtype)
-    if is_mask and ignore_index != 0:
+    if not is_mask:
+        check_ignore_index(ignore_index, labels.dtype)
+    elif ignore_index != 0:
         raise ValueError(f"a mask of {labels.dtype} shifts with ignore_index=0, got {ignore_index}")
     flat = labels if cu_seqlens is None else labels.reshape(-1)
     padded = torch.constant_pad_nd(flat, (0, 1), ignore_index)  # one more at the end
@@ -98,8 +99,10 @@ def count_items(
         raise ValueError(f"reduction must be 'mean' or 'sample_mean', got {reduction!r}")
     a = mask_values("keep", keep)
     offsets, valid = sample_offsets(a, a.shape, cu_seqlens)
-    count = a.sum() if reduction == "mean" else (sample_sums(a, offsets) != 0).sum()
-    count = count if reduction == "mean" and keep.is_floating_point() else count.long()
+    if reduction == "mean":
+        count = a.sum() if keep.is_floating_point() else a.sum().long()
+    else:
+        count = (sample_sums(a, offsets) != 0).sum()
     return sum_over_ranks(torch.where(valid, count, -1), process_group)  # -1: every weight is NaN
 
 
@@ -290,7 +293,7 @@ def head_logits(weight: Tensor, bias: Optional[Tensor], v: "Vocabulary", logits_
         operands = autocast or rows.dtype
         result = torch.promote_types(operands, logits_dtype or operands)
 
-        def cast(x):  # logits in float32 are those of the same operands, rounded to their dtype
+        def cast(x):  # where logits are float32, so are the operands, after the same rounding
             return None if x is None else x.to(operands).to(result)
 
         with torch.autocast(rows.device.type, enabled=False) if autocast else nullcontext():
@@ -359,13 +362,14 @@ def in_chunks(losses, w, hidden, others, limit, *, group=None, skip="rows", max_
     parts = [freed(*chunk) for chunk in chunks[:-1]]
     parts.append((freed if recompute else losses)(*chunks[-1]))
 
-    results = [torch.cat(part) for part in zip(*parts)]
-    if index is not None:
-        results = [x.new_zeros(N, *x.shape[1:]).index_copy(0, index, x) for x in results]
-    if max_kept is not None:
-        results = [x if x.dtype == torch.bool else torch.where(
-            too_many.view(N, *[1] * (x.dim() - 1)), NAN, x) for x in results]
-    return results
+    def all_rows(x):  # from the computed ones
+        if index is not None:
+            x = x.new_zeros(N, *x.shape[1:]).index_copy(0, index, x)
+        if max_kept is not None and x.dtype != torch.bool:
+            x = torch.where(too_many.view(N, *[1] * (x.dim() - 1)), NAN, x)
+        return x
+
+    return [all_rows(torch.cat(part)) for part in zip(*parts)]
 
 
 # --------------------------------------------------------- 4 a vocabulary that is split over ranks
@@ -764,7 +768,7 @@ def masked_linear_cross_entropy(
     sync, for their count); "chunks" leaves out chunks that keep nothing (one sync); "none" computes
     every row. max_kept: a bound on the kept rows that the caller knows, no sync; more than that
     give NaN. logits_dtype=torch.float32: logits are not rounded, and a chunk of bfloat16 takes
-    twice the memory. recompute: also a single chunk's logits are not kept for backward.
+    twice the memory. recompute: also the last chunk's logits are computed again in backward.
     allow_retain_graph: masked_ce_triton may need it for a second backward; here that always works.
 
     >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
