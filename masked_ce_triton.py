@@ -1,8 +1,37 @@
 # SPDX-License-Identifier: MIT
 """Masked cross-entropy on Triton kernels: masked_ce.py's names, signatures and meaning, faster.
+
+Copy this file beside masked_ce.py and change one import line. It replaces the reference's losses
+of rows (80 lines of plain PyTorch) and its chunks under torch.utils.checkpoint (60), which hold
+float32 copies of the logits and compute them twice, by
+
+  two kernels   the statistics of a row in one pass, online; the gradient of a row from them. Where
+                a loss is one number both are one launch, and the gradient is there after forward
+  small ones    _prepare (weights, and which rows count), _merge (shards), _scale, _rows
+  GEMMs         of cuBLAS, around the kernels: see Call.plan, and linear_forward for a drawing
+
+Checks, weights, the choice of rows and all docstrings are masked_ce's. What differs: gradients are
+written by hand, so there are no second derivatives and no torch.func (an error says so), and a
+second backward may need allow_retain_graph=True. Needs a GPU; CPU tensors run where
+TRITON_INTERPRET=1 was set before triton was imported, for tests. Tested with Triton 3.6 (on an
+H200) and 3.9 (interpreted).
+
+Order    device functions; kernels; launches; Call, one call's options; given logits; the linear
+         path; autograd; custom ops for torch.compile; the public functions
+Symbols  N tokens, V vocabulary, K labels a token; w_k an item's weight: 0 is "not there"
+         z = softcap * tanh(logit / softcap) / temperature, p = softmax(z), lse = logsumexp(z)
+         t a teacher's logits after the same, q the target's probabilities
+B in the kernels' heads is the size in bytes of N*V logits, or of as many target values.
+
+A row's statistics, its `state`, are five numbers, always in this order:
+    m   max z                   s   sum e^(z - m), so lse = m + log s
+    x   the target's sum (_statistics_block); of a whole row what _finished makes of it
+    tm  max t                   ts  sum of q before it is normalised: of e^(t - tm), of the given
+                                    probabilities, or with label smoothing of a 1 for each column
 """
 import functools
 import inspect
+import os
 from typing import NamedTuple, Optional, Tuple
 
 import torch
@@ -858,8 +887,9 @@ def launch_gradient(logits, target, w, upstream, v, stats, o: Loss, out=None, fi
         strides[: upstream.dim()] = upstream.stride()
     v_stride = v.stride(0) if v is not None and v.dim() else 0
     # One warp and 2048 bytes: 1.03 of a copy of the logits (H200, bf16, V = 128256 and 256000).
-    # Several labels are looked at by each program, so there are fewer, larger ones.
-    size = 2048 if K == 1 else 8192
+    # An entropy's upstream needs registers: 2 warps 0.54 ms, 1 warp 0.70 (4096 x 128256). Several
+    # labels are looked at by each program, so there are fewer, larger ones.
+    size, warps = (8192, 4) if K > 1 else (2048, 1 if v is None else 2)
     block = min(power_of_2(max(width, 16)), size // logits.element_size())
     constants = o.form(K, upstream is not None, v is not None), block
     tensors = (logits, target, w, w if upstream is None else upstream, w if v is None else v, stats,
@@ -867,7 +897,7 @@ def launch_gradient(logits, target, w, upstream, v, stats, o: Loss, out=None, fi
     integers = (logits.stride(0), target_stride, *strides, v_stride, out.stride(0), V, width, first,
                 K)
     _launch(_gradient_kernel, N * -(-width // block), tensors, integers, o.numbers(),
-            (constants, integers), lambda: (constants, dict(num_warps=4 if K > 1 else 1 if v is None else 2)))
+            (constants, integers), lambda: (constants, dict(num_warps=warps)))
     return out
 
 
@@ -928,7 +958,7 @@ def launch_rows(x, index, w, out, scatter=False):
     return out
 
 
-# ------------------------------------------------------------------------- one call, as plain values
+# ------------------------------------------------------------------------ one call, as plain values
 class Call(NamedTuple):
     """A call's options, checked: plain values, so that they pass through a custom op. The first
     eight are a Loss."""
@@ -976,7 +1006,8 @@ class Call(NamedTuple):
         limit = self.chunk_size
         if limit is None:
             buffers = 2 if self.kind == "logits" else 1
-            limit = max(2 * H, 5 * 2**29 // (max(self.each, 1) * self.logits_dtype.itemsize)) // buffers
+            row = max(self.each, 1) * self.logits_dtype.itemsize
+            limit = max(max(2 * H, 5 * 2**29 // row) // buffers, 1)
             if n <= 2 * limit and self.needs[0] and self.dtype.itemsize == 2:
                 limit *= 2
         return reference.chunk_rows(n, limit)
@@ -1009,7 +1040,7 @@ class Call(NamedTuple):
 
 # --------------------------------------------------------------------- forward and backward of rows
 def _statistics(o: Call, logits, target, w, gradient=False, out=None, zeroed=False):
-    """launch_statistics, also for a vocabulary over ranks: one all_gather of 6 + K numbers a row."""
+    """launch_statistics, also of a vocabulary over ranks: one all_gather of 5 + K numbers a row."""
     group, first = o.shard()
     if group is None:
         return launch_statistics(logits, target, w, o.loss, gradient, out, zeroed)
@@ -1017,18 +1048,19 @@ def _statistics(o: Call, logits, target, w, gradient=False, out=None, zeroed=Fal
     # In float64, whatever a rank's dtype; one more column says what it holds: where ranks do not
     # hold parts of the same thing all get NaN, and none waits for one that has raised.
     held = o.vocab_size * 8 + reference.FLOATS.index(logits.dtype)
-    mine = torch.cat([parts.double(), parts.new_full((len(parts), 1), held, dtype=torch.float64)], 1)
+    mine = torch.nn.functional.pad(parts.double(), (0, 1), value=held)
     ranks = mine.new_empty(group.size(), *mine.shape)
     torch.distributed.all_gather(list(ranks.unbind(0)), mine, group=group)
     alike = (ranks[:, :, -1] == held).all()
     stats, items = launch_merge(
         torch.where(alike, ranks[:, :, :-1], float("nan")).to(parts.dtype), w, o.loss)
-    grad = launch_gradient(logits, target, w, None, None, stats, o.loss, out, first) if gradient else None
-    return stats, items, grad
+    if gradient:
+        out = launch_gradient(logits, target, w, None, None, stats, o.loss, out, first)
+    return stats, items, out if gradient else None
 
 
 def _results(o: Call, items, stats):
-    """-> loss or items; of log-probabilities also the entropy and whether the label is likeliest."""
+    """-> loss or items; of log-probabilities also entropy, and whether the label is likeliest."""
     if o.kind == "log_probs":
         return items, stats[2].clone(), stats[4] == 1
     return (items if o.per_token else items.sum()), None, None
@@ -1041,7 +1073,7 @@ def logits_forward(o: Call, logits, target, w, out=None):
     return *_results(o, items, stats), stats, grad
 
 
-# -------------------------------------------------------------------- the linear path, rows in chunks
+# ------------------------------------------------------------------ the linear path, rows in chunks
 def gemm(out, a, b, add=None):
     """out = a @ b, or add + a @ b, accumulated in float32 and rounded once to out's dtype."""
     cast = {} if a.dtype == out.dtype else dict(out_dtype=out.dtype)
@@ -1105,7 +1137,7 @@ def head_logits(o: Call, h, weight, bias, out, columns=None):
 
 
 class Gradients:
-    """grad_hidden of the computed rows, grad_weight, grad_bias: those that are needed, else None."""
+    """grad_hidden of computed rows, grad_weight, grad_bias: those that are needed, else None."""
 
     def __init__(self, o: Call, n, weight, hidden_dtype, weight_dtype):
         V, H = weight.shape
@@ -1168,7 +1200,8 @@ def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teache
         z = head_logits(o, h_at, weight, bias, part(logits, some))
         if teacher:
             t_at = head_logits(o, t_at, teacher_weight, teacher_bias, part(teacher_logits, some))
-        stats, items, g = _statistics(o, z, t_at, part(w, at), plan == "early", part(g_buffer, some))
+        stats, items, g = _statistics(
+            o, z, t_at, part(w, at), plan == "early", part(g_buffer, some))
         parts.append((stats, items))
         if plan == "early":
             grads.add(g, h_at, weight_here, at, slice(0, o.here), more_rows=start > 0)
@@ -1316,7 +1349,7 @@ class Losses(torch.autograd.Function):
         return *gradients(ctx, *upstream), None, None, None
 
 
-# --------------------------------------------------------- custom ops: what torch.compile sees of it
+# -------------------------------------------------------- custom ops: what torch.compile sees of it
 # A namespace of this module's own: with a fixed one, a second copy of this file in the process
 # would register its kernels over the first one's.
 NAMESPACE = "masked_ce_" + "".join(c if c.isalnum() else f"_{ord(c)}_" for c in __name__)
@@ -1377,13 +1410,14 @@ def fake_gradients(o, x, weight, bias):
 
 
 def fake_forward(o, x, weight, bias, target, teacher_weight, teacher_bias, w, *_):
-    log_probs = o.kind == "log_probs"
-    results = (w.new_empty(w.shape if o.per_token else ()), w.new_empty(len(w)) if log_probs else None,
-               w.new_empty(len(w), dtype=torch.bool) if log_probs else None)
+    results = w.new_empty(w.shape if o.per_token else ()), None, None
+    if o.kind == "log_probs":
+        N = w.shape[0]
+        results = w.new_empty(w.shape), w.new_empty(N), w.new_empty(N, dtype=torch.bool)
     n = None if weight is None else torch.empty((), dtype=torch.int64, device="cpu")
     early = o.is_early(weight is not None)
     grads = fake_gradients(o, x, weight, bias) if early else (None,) * 3
-    return *results, w.new_empty(5, len(w)), n, None, None, None, *grads
+    return *results, w.new_empty(5, w.shape[0]), n, None, None, None, *grads
 
 
 def traced_setup(ctx, inputs, output):
@@ -1412,7 +1446,24 @@ def no_func_transforms(*upstream):
     if torch._C._are_functorch_transforms_active() or any(
             x is not None and batched(x) for x in upstream):
         raise RuntimeError("masked_ce_triton does not work under torch.func (grad, vjp, jvp, vmap, "
-                           "is_grads_batched): its gradients are autograd.Functions. masked_ce does")
+                           "is_grads_batched): its gradients are written by hand. masked_ce does")
+
+
+def why_not_on_cpu():
+    """What is in the way of Triton's interpreter, or None."""
+    if not INTERPRETED:
+        late = " (it is set now, but was not then)" if os.getenv("TRITON_INTERPRET") == "1" else ""
+        return ("masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, or "
+                f"set TRITON_INTERPRET=1 before anything imports triton{late}")
+    import numpy
+    old_triton = triton.__version__.startswith(("3.0", "3.1", "3.2", "3.3", "3.4", "3.5", "3.6"))
+    if old_triton and tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
+        return (f"Triton {triton.__version__}'s interpreter fails with NumPy {numpy.__version__}: "
+                "install 'numpy<2.4', or Triton 3.7 or newer")
+    return None
+
+
+NO_CPU = why_not_on_cpu()
 
 
 def is_traced(x) -> bool:
@@ -1439,17 +1490,20 @@ def checked(kind, x, target, loss_mask, head, teacher_head, **options):
     return v, o
 
 
-_checked = {}  # what a call's checks and its Call depend on -> the result of checked()
+_checked = {}  # all that a call's checks depend on -> what checked() made of an earlier one
 
 
 def known_call(*args, **options):
-    """checked(), looked up where an earlier call was alike: the GPU waits for the host meanwhile.
-    Measured: see README."""
+    """checked(), looked up: the GPU waits meanwhile, and to check takes 30 us longer."""
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     inputs = [*args[:4], *(args[4] or ()), *(args[5] or ())]
-    key = (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"),
-           *[(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else x
-             for x in inputs], *options.values(), *map(type, options.values()))
-    found = _checked.get(key)
+    key = (torch.is_grad_enabled(), autocast, *options.values(), *map(type, options.values()), *[
+        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in inputs])
+    try:
+        found = _checked.get(key)
+    except TypeError:  # an argument without a hash is a wrong one
+        return checked(*args, **options)
     if found is None:
         if len(_checked) > 1000:
             _checked.clear()
@@ -1463,26 +1517,24 @@ def call(kind, x, target, loss_mask, head=None, teacher_head=None, *, cu_seqlens
     no_func_transforms()
     args, items = (kind, x, target, loss_mask, head, teacher_head), None
     weights = dict(options, cu_seqlens=cu_seqlens, num_items=num_items)
-    if isinstance(x, torch.Tensor) and x.device.type == "cuda" and not is_traced(x):
-        v, o = known_call(*args, **options)
-    else:
-        if isinstance(x, torch.Tensor) and x.device.type == "cpu":
-            if not INTERPRETED:
-                raise RuntimeError(
-                    "masked_ce_triton runs on GPU tensors, got CPU ones: import masked_ce instead, "
-                    "or set TRITON_INTERPRET=1 before anything imports triton")
-            # values can be looked at, and every rank can hear of another's error
-            _, *items = reference.checked_call(*args[1:], **weights)
-        v, o = checked(*args, **options)
-    N = x.shape[:-1].numel()
-    labels, w, index, count, out = prepare(o, x, target, loss_mask, v, items, head is not None, weights)
+    traced, device = is_traced(x), getattr(x, "device", torch.device("cpu")).type
+    if device == "cpu" and NO_CPU:
+        raise RuntimeError(NO_CPU)
+    if device == "cpu" and not traced:
+        # values can be looked at, and every rank can hear of another's error
+        _, *items = reference.checked_call(*args[1:], **weights)
+    v, o = known_call(*args, **options) if device == "cuda" and not traced else checked(
+        *args, **options)
+    labels, w, index, count, out = prepare(
+        o, x, target, loss_mask, v, items, head is not None, weights)
+    N = w.shape[0]
     x = x if x.dim() == 2 else x.reshape(N, x.shape[-1])
     if kind in ("probabilities", "logits"):
         labels = target.detach().reshape(N, target.shape[-1])
     weight, bias = head or (None, None)
     teacher = [None if y is None else y.detach() for y in teacher_head or (None, None)]
     tensors = (x, weight, bias, labels, *teacher, w, index, count)
-    if o.traced:
+    if traced:
         loss, *others = forward_op(*tensors, *numbers_apart(o))[:3]
         return loss.clone(), *others  # or autograd forbids `loss *= 2`
     outputs = forward(o, *tensors, out=out)
@@ -1492,17 +1544,18 @@ def call(kind, x, target, loss_mask, head=None, teacher_head=None, *, cu_seqlens
 def prepare(o: Call, x, target, loss_mask, v, items, linear, options):
     """-> labels, w (N, K), the rows in an order that begins with the kept ones, how many these are,
     and a gradient of zeros where nothing is kept; in one launch for all but the rarer options."""
-    N, reduction, num_items = x.shape[:-1].numel(), options.get("reduction"), options.get("num_items")
+    N, reduction = x.shape[:-1].numel(), options.get("reduction")
     ignore_index, indexed = options.get("ignore_index"), linear and o.skip == "rows"
     K = target.shape[-1] if ignore_index is not None and target.dim() == x.dim() else 1
-    if o.traced or options.get("cu_seqlens") is not None or reduction == "sample_mean" or N * K > 2**16:
+    rare = options["cu_seqlens"] is not None or reduction == "sample_mean" or N * K > 2**16
+    if o.traced or rare:
         labels, w = items or reference.call_items(x, target, loss_mask, v, **options)
         keep = (w != 0).any(1)
         index, count = (reference.kept_first(keep), keep.sum()) if indexed else (None, None)
         if o.max_kept is not None:
             w = torch.where((count > o.max_kept) & (w != 0), float("nan"), w)
         return labels, w, index, count, None
-    num_items = reference.check_num_items(num_items, reduction)
+    num_items = reference.check_num_items(options["num_items"], reduction)
     if isinstance(num_items, torch.Tensor):
         num_items = num_items.to(x.device)
     if reduction is None and loss_mask is not None:  # log-probabilities: kept or not
@@ -1540,7 +1593,8 @@ def masked_cross_entropy(logits, target, loss_mask=None, **options):
 
 
 @public
-def masked_cross_entropy_from_distribution(logits, target, loss_mask=None, *, target_format, **options):
+def masked_cross_entropy_from_distribution(
+        logits, target, loss_mask=None, *, target_format, **options):
     reference.check_options(target_format=target_format)
     loss = call(target_format, logits, target, loss_mask, **options)[0]
     return loss.view(logits.shape[:-1]) if loss.dim() else loss
@@ -1553,21 +1607,24 @@ def masked_log_probs(logits, target, loss_mask=None, **options):
 
 
 @public
-def masked_linear_cross_entropy(hidden, linear_weight, target, loss_mask=None, *, linear_bias, **options):
+def masked_linear_cross_entropy(
+        hidden, linear_weight, target, loss_mask=None, *, linear_bias, **options):
     loss = call("labels", hidden, target, loss_mask, (linear_weight, linear_bias), **options)[0]
     return loss.view(target.shape) if loss.dim() else loss
 
 
 @public
-def masked_linear_log_probs(hidden, linear_weight, target, loss_mask=None, *, linear_bias, **options):
+def masked_linear_log_probs(
+        hidden, linear_weight, target, loss_mask=None, *, linear_bias, **options):
     log_prob, *others = call(
         "log_probs", hidden, target, loss_mask, (linear_weight, linear_bias), **options)
     return LogProbs(log_prob.view(target.shape), *(x.view(hidden.shape[:-1]) for x in others))
 
 
 @public
-def masked_linear_distillation(hidden, linear_weight, teacher_hidden, teacher_weight, loss_mask=None,
-                               *, linear_bias, teacher_bias, **options):
+def masked_linear_distillation(
+        hidden, linear_weight, teacher_hidden, teacher_weight, loss_mask=None, *, linear_bias,
+        teacher_bias, **options):
     loss = call("logits", hidden, teacher_hidden, loss_mask, (linear_weight, linear_bias),
                 (teacher_weight, teacher_bias), **options)[0]
     return loss.view(hidden.shape[:-1]) if loss.dim() else loss
