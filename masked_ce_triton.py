@@ -1129,11 +1129,9 @@ def part(x, at: slice, dim=0):
     return x[at] if dim == 0 else x[:, at]
 
 
-def head_logits(o: Call, h, weight, bias, out, columns=None):
-    """h @ weight^T + bias of the columns that count here, or of some of them, in `out`."""
-    columns = slice(0, o.here) if columns is None else columns
-    weight, bias = part(weight, columns), part(bias, columns)
-    return gemm(out, h, weight.to(o.dtype).t(), None if bias is None else bias.to(o.dtype))
+def operands(o: Call, columns: slice, *heads):
+    """Weights and biases of some columns, in the dtype of the GEMMs."""
+    return [x if x is None else part(x, columns).to(o.dtype) for x in heads]
 
 
 class Gradients:
@@ -1187,24 +1185,26 @@ def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teache
     t = rows.gather_hidden(target, o.dtype) if teacher else rows.gather(target)
     logits = h.new_empty(min(n, size), o.here, dtype=o.logits_dtype)
     teacher_logits = torch.empty_like(logits) if teacher else None
+    here = slice(0, o.here)
+    W, b, teacher_W, teacher_b = operands(o, here, weight, bias, teacher_weight, teacher_bias)
     grads, g_buffer = None, logits
     if plan == "early":
-        grads = Gradients(o, n, weight, hidden.dtype if o.group is None else o.math, o.math)
-        weight_here = part(weight, slice(0, o.here)).to(o.dtype)
+        grads = Gradients(o, n, weight, hidden.dtype if o.group is None else o.math,
+                          o.math if n > size else weight.dtype)
         if o.logits_dtype != o.dtype:
             g_buffer = h.new_empty(logits.shape)  # in place it would have the wrong dtype
     parts = []
     for start in range(0, max(n, 1), size):
         at, some = slice(start, start + size), slice(0, min(size, n - start))
         h_at, t_at = part(h, at), part(t, at)
-        z = head_logits(o, h_at, weight, bias, part(logits, some))
+        z = gemm(part(logits, some), h_at, W.t(), b)
         if teacher:
-            t_at = head_logits(o, t_at, teacher_weight, teacher_bias, part(teacher_logits, some))
+            t_at = gemm(part(teacher_logits, some), t_at, teacher_W.t(), teacher_b)
         stats, items, g = _statistics(
             o, z, t_at, part(w, at), plan == "early", part(g_buffer, some))
         parts.append((stats, items))
         if plan == "early":
-            grads.add(g, h_at, weight_here, at, slice(0, o.here), more_rows=start > 0)
+            grads.add(g, h_at, W, at, here, more_rows=start > 0)
     if len(parts) > 1:
         stats, items = torch.cat([x for x, _ in parts], 1), torch.cat([x for _, x in parts])
     results = _results(o, items, stats)
@@ -1245,16 +1245,16 @@ def linear_backward(o: Call, hidden, weight, bias, target, teacher_weight, teach
     for start in range(0, max(o.here, 1), width):
         columns = slice(start, min(start + width, o.here))
         some = slice(0, columns.stop - start)
-        z, t_here, g_here = part(logits, some, 1), t, part(g, some, 1)
-        if teacher:
-            t_here = part(teacher_logits, some, 1)
+        W, b, teacher_W, teacher_b = operands(
+            o, columns, weight, bias, teacher_weight, teacher_bias)
+        z, g_here = part(logits, some, 1), part(g, some, 1)
+        t_here = part(teacher_logits, some, 1) if teacher else t
         if not kept:
-            head_logits(o, h, weight, bias, z, columns)
-            if teacher:
-                head_logits(o, t, teacher_weight, teacher_bias, t_here, columns)
+            gemm(z, h, W.t(), b)
+        if teacher and not kept:
+            gemm(t_here, t, teacher_W.t(), teacher_b)
         launch_gradient(z, t_here, w, upstream, v, stats, o.loss, g_here, first + start)
-        weight_here = part(weight, columns).to(o.dtype)
-        grads.add(g_here, h, weight_here, slice(0, n), columns, more_columns=start > 0)
+        grads.add(g_here, h, W, slice(0, n), columns, more_columns=start > 0)
     return grads.finished(o, rows, [x if x is None else x.dtype for x in (hidden, weight, bias)])
 
 
