@@ -685,9 +685,9 @@ def reduced(results, target, x, reduction=None, ignore_index=None, **_):
 
 # What the arguments share:
 # loss_mask    token weights a, bool or any number type, in exactly target's shape
-# reduction    "mean" over what is kept, "sum", "none" (a_i * l_i, in target's shape), "sample_mean":
-#              the mean of the samples' own means; a sample is an index of dimension 0, a segment of
-#              cu_seqlens, or all of 1-D tokens
+# reduction    "mean" over what is kept, "sum", "none" (a_i * l_i, in target's shape); "sample_mean"
+#              is the mean of the samples' own means; a sample is an index of dimension 0, a segment
+#              of cu_seqlens, or all of 1-D tokens
 # num_items    the divisor over everything that is added up (see token_weights)
 # softcap      z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118), then / temperature
 # vocab_size   columns from there on are padding: they take no part, whatever they hold
