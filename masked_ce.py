@@ -342,7 +342,7 @@ def in_chunks(losses, w, hidden, others, limit, *, group=None, skip="rows", max_
     All chunks but the last are checkpointed: their logits are freed, and backward, which begins
     with the last, computes them again. So no more than the logits of one chunk are ever held.
     """
-    N, keep = len(w), (w != 0).any(1)
+    N, keep, too_many = len(w), (w != 0).any(1), None
     if max_kept is not None:  # if more are kept: NaN for each of them, computed or not
         too_many = keep & (keep.sum() > max_kept)
         hidden = hidden * torch.where(too_many, NAN, 1.0)[:, None].to(hidden.dtype)
@@ -365,7 +365,7 @@ def in_chunks(losses, w, hidden, others, limit, *, group=None, skip="rows", max_
     def all_rows(x):  # from the computed ones
         if index is not None:
             x = x.new_zeros(N, *x.shape[1:]).index_copy(0, index, x)
-        if max_kept is not None and x.dtype != torch.bool:
+        if too_many is not None and x.dtype != torch.bool:
             x = torch.where(too_many.view(N, *[1] * (x.dim() - 1)), NAN, x)
         return x
 
@@ -658,13 +658,13 @@ def from_hidden(losses, hidden, target, loss_mask, head, teacher_head=None, *, c
     is the hidden states of the teacher."""
     v, labels, w = checked_call(hidden, target, loss_mask, head, teacher_head,
                                 chunk_size=chunk_size, logits_dtype=logits_dtype, **options)
-    logits, columns = head_logits(*head, v, logits_dtype), v.size
+    logits, teacher_logits, columns = head_logits(*head, v, logits_dtype), None, v.size
     if teacher_head is not None:
         teacher_logits = head_logits(*(x if x is None else x.detach() for x in teacher_head), v)
         labels, columns = target.detach().reshape(len(w), target.shape[-1]), 2 * v.size
 
     def chunk_losses(w, rows, labels):
-        others = labels if teacher_head is None else teacher_logits(labels)
+        others = labels if teacher_logits is None else teacher_logits(labels)
         return losses(logits(rows), others, w, **options)
 
     rows = hidden.reshape(len(w), hidden.shape[-1])
