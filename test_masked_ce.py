@@ -924,7 +924,10 @@ def test_autocast(api, path):
     results = outcome(api, path, make_case(), f=autocast, upstream=upstream, **o)
     assert all(x.dtype in (FLOAT, torch.bool) and x.isfinite().all() for x in results.values())
     for name, x in outputs(call(api, path, make_case(BFLOAT), **o)).items():
-        assert torch.equal(results[name], x)
+        if api is masked_ce or DEVICE == "cuda" or name == "correct":
+            assert torch.equal(results[name], x)
+        else:  # the interpreter truncates to bfloat16
+            close(results[name], x.double(), 2.0**-6)
     wide = next(iter(outputs(call(api, path, make_case(), **o)).values()))
     assert not torch.equal(next(iter(results.values())), wide)
 
