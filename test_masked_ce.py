@@ -865,7 +865,7 @@ def test_inputs_changed_before_backward(api, path):
     strategies = [{}, dict(chunk_size=3)] if "hidden" in PATHS[path] else [{}]
     names = *PATHS[path], "target", "mask", "teacher", "teacher_hidden", "teacher_weight"
     for strategy, name in product(strategies, names):
-        c, results = make_case(shape=(2, 3)), []
+        c, results = make_case(shape=(2, 2)), []
         for change in (False, True):
             copies = SimpleNamespace(**{n: x.clone() for n, x in vars(c).items()})
             y = outputs(call(api, path, copies, **strategy))
@@ -897,7 +897,7 @@ def count_syncs(step):
 
 @pytest.mark.parametrize("path, o", VALUES)
 def test_host_syncs(api, path, o):
-    c, o = case_of(o, BFLOAT)
+    c, o = case_of(o, BFLOAT, (2, 2))
     o.pop("of", None)
     syncs = int("hidden" in PATHS[path] and "max_kept" not in o and o.get("skip") != "none")
 
@@ -1046,7 +1046,7 @@ def test_a_vocabulary_group_of_one_rank(api, one_rank):
 @pytest.mark.parametrize("path, o", VALUES)
 def test_meta_and_fake_tensors(api, path, o):
     """Shapes and dtypes of results and gradients without a value."""
-    c, o = case_of(o, BFLOAT)
+    c, o = case_of(o, BFLOAT, (2, 2))
     o.pop("of", None)
     real = outputs(call(api, path, c, **o))
     fake = FakeTensorMode()
@@ -1306,21 +1306,23 @@ def no_rank_waits(r):
 
 
 def vocabulary_parallel(r):
-    c, first = make_case(DOUBLE, (2, 5), V=12, H=5), r.rank == 0
-    for path, o in VALUES:
-        if path != "distillation":
-            case, o = case_of(o, DOUBLE, (2, 5), V=12, H=5)
+    c, first = make_case(DOUBLE, (2, 3), V=12, H=5), r.rank == 0
+    for path, o in VALUES if r.world == 2 else VALUES[:7] + VALUES[7::3]:  # to save time
+        if path in SPLIT:
+            case, o = case_of(o, DOUBLE, (2, 3), V=12, H=5)
             check(r.api, path, case, r, **o)
     for name, (paths, z, _, o, *_) in FAULTS.items():
+        if name.split()[0] in ("4", "10", "14", "15", "20") or r.world == 4 and name[0] in "367f":
+            continue
         for path in paths:
             whole = path == "distillation" or "linear" in path and len(z) > 1  # see `through`
             even = torch.tensor(z).shape[-1] % r.world == 0 or "vocab_size" in o
             if even and not whole:
                 test_faults(r.api, path, name, r)
     test_linear_faults(r.api, "linear", "12", {}, r)
-    for path, case in product(["log_probs", "linear_log_probs"], ENTROPIES):
+    for path, case in product(["log_probs", "linear_log_probs"], ENTROPIES[::2]):
         test_entropies(r.api, path, *case, r)
-    if r.world == 2:  # to save time
+    if r.world == 2:
         if r.api is not masked_ce:
             compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
             check(r.api, "labels", c, r, f=compiled)
