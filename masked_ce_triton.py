@@ -1498,7 +1498,7 @@ def known_call(*args, **options):
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     inputs = [*args[:4], *(args[4] or ()), *(args[5] or ())]
     key = (torch.is_grad_enabled(), autocast, *options.values(), *map(type, options.values()), *[
-        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else x
+        (type(x), x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, torch.Tensor) else x
         for x in inputs])
     try:
         found = _checked.get(key)
@@ -1517,7 +1517,7 @@ def call(kind, x, target, loss_mask, head=None, teacher_head=None, *, cu_seqlens
     no_func_transforms()
     args, items = (kind, x, target, loss_mask, head, teacher_head), None
     weights = dict(options, cu_seqlens=cu_seqlens, num_items=num_items)
-    traced, device = is_traced(x), getattr(x, "device", torch.device("cpu")).type
+    traced, device = is_traced(x), x.device.type if isinstance(x, torch.Tensor) else None
     if device == "cpu" and NO_CPU:
         raise RuntimeError(NO_CPU)
     if device == "cpu" and not traced:
