@@ -293,7 +293,8 @@ def check(api, path, c, r=None, wanted=(True,) * 3, of=("log_prob", "entropy"), 
         if result.dtype == torch.bool:
             assert torch.equal(result, right)
         elif result.numel():
-            terms = rows * (128 if late else 1) if is_gradient else None
+            gemm = 2 if "hidden" in PATHS[path] else 1  # its sums meet weights of up to 2
+            terms = rows * (128 if late else gemm) if is_gradient else None
             if name in ("weight", "bias"):  # sums over rows of exp of a z, up to 30, rounded
                 terms = 32 * right.abs().amax(-1) + (late or "entropy" in upstream) * terms.max()
             within(result, right, other, terms)
@@ -360,14 +361,17 @@ def case_of(o, dtype=FLOAT, shape=(3, 4), V=67, H=16):  # -> the case and the op
     return make_case(dtype, shape, V, H, K, padding), others | size
 
 
+WIDE = (2,) if DEVICE == "cpu" else (2, 5)  # few tokens for the interpreter
+
+
 @pytest.mark.parametrize("size, value", [
     *product([(FLOAT, (3, 4), 67)], VALUES),
-    *product([(BFLOAT, (3, 4), 67)], VALUES[:7] + VALUES[11:]),
+    *product([(BFLOAT, (3, 4), 67)], VALUES[:7] + VALUES[11::2]),
     *product([(HALF, (3, 2), 67)], VALUES[:7] + VALUES[7::2]),
     *product([(DOUBLE, (3, 2), 67)], VALUES[:7] + VALUES[8::2]), *product([
-        (BFLOAT, (2, 2), 2), (DOUBLE, (2,), 4096), (DOUBLE, (2,), 4099)],  # less than a block;
+        (BFLOAT, (2, 2), 2), (DOUBLE, WIDE, 4096), (DOUBLE, WIDE, 4099)],  # less than a block;
         VALUES[:13]),  # whole blocks; an odd tail. Of a wide row's GEMM eager may round luckily.
-    *product([(FLOAT, (2,), 2**15 + 5)], [*VALUES[:4], *VALUES[7:13]]),
+    *product([(FLOAT, WIDE, 2**15 + 5)], [*VALUES[:4], *VALUES[7:13]]),
     *product([(FLOAT, (7,), 67), (BFLOAT, (2, 1, 2), 67)], [VALUES[4], *VALUES[12:17]]),
     ((FLOAT, (3,), 300), ("labels", dict(K=64, padding=44)))], ids=str)
 def test_values(api, size, value):
@@ -424,7 +428,7 @@ DZ_1, DZ_2 = [0.0900305732, 0.2447284711, -0.3347590442], [[-1 / 6, 1 / 3, -1 / 
 FAULTS = {  # paths, z, target, options (or the test's: dtype, rel, loss_rel), loss, its gradient
     "1": (LABELED, [[1, 2, 3], [nan, inf, -inf]], [2, IGN], {}, 0.4076059644, [DZ_1, [0] * 3]),
     "1 kept": (LABELED, [[1, 2, 3], [nan] * 3], [IGN, 1], {}, nan, [[0] * 3, [nan] * 3]),
-    "2": (Q, [[0, 1, -inf]], [[0.25, 0.75, 0]], dict(rel=4e-6), 0.5632616875,
+    "2": (Q, [[0, 1, -inf]], [[0.25, 0.75, 0]], dict(rel=8e-6), 0.5632616875,
           [[0.0189414214, -0.0189414214, 0]]),  # .75 - .7310585786
     "2 mass on -inf": (Q, [[0, 1, -inf]], [[0.25, 0.7, 0.05]], {}, inf, None),
     **{f"2 {d}": (TEACHER, [[0] * 3], [[0, -inf, 0]], dict(divergence=d), loss, dz)
@@ -568,9 +572,9 @@ def test_fault_5_long_sums(api, dtype, reduction, x, few):
     lambda x: F.pad(x, (1, 2), value=1)[..., 1:-2],  # starts at an odd offset
     lambda x: x[:1].expand(3, *x.shape[1:])], ids="transposed every_other cut expanded".split())
 @pytest.mark.parametrize("path, K, o", [
-    *((path, None, dict(reduction=x)) for path in LOSSES for x in ("mean", "none")),
-    ("labels", 2, dict(reduction="none")), ("linear", 2, {}), ("log_probs", None, {}),
-    ("log_probs", 2, {}), ("linear_log_probs", None, {})], ids=str)
+    *((path, None, dict(reduction=x)) for path in LOSS_ONLY for x in ("mean", "none")),
+    *((path, None, {}) for path in PATHS if path not in LOSS_ONLY),
+    ("labels", 2, dict(reduction="none"))], ids=str)
 def test_fault_9_strides(api, path, layout, K, o):
     c, results = make_case(BFLOAT, (2, 2), K=K), []
     for finish in (torch.Tensor.contiguous, lambda x: x):  # inside the graph, back to the same leaf
@@ -1113,11 +1117,12 @@ def step(f, path, c, *arguments):
     return [x.detach().to(FLOAT) for x in (*y, *grads)]
 
 
-NO_SYNC = [*((path, {}) for path in GIVEN_LOGITS), ("teacher", dict(reduction="none")),
-           *((path, dict(max_kept=9)) for path in PATHS if path not in GIVEN_LOGITS),
+NO_SYNC = [*((path, {}) for path in GIVEN_LOGITS if path != "probabilities"),
+           ("probabilities", dict(reduction="none")), ("linear", dict(max_kept=9)),
            ("linear", dict(skip="none", chunk_size=5, reduction="none")),
+           ("distillation", dict(max_kept=9)),
            ("linear_log_probs", dict(recompute=True, max_kept=9, K=2))]
-ONE_SYNC = [(path, {}) for path in PATHS if path not in GIVEN_LOGITS]
+ONE_SYNC = [("linear", {})]
 
 
 @pytest.mark.parametrize("path, o", NO_SYNC + ONE_SYNC)
