@@ -8,7 +8,8 @@ Every masked loss is a weighted sum of per-token losses,
 and mask, reduction, micro-batches, ranks and packing only choose w. w_i = 0 means that the token is
 not there: nothing in its row reaches a result, and its gradient is exactly 0, even where the row
 holds NaN. So rows are *selected* by w before any arithmetic; `loss * mask` computes 0 * NaN.
-Autograd differentiates all of it: there is no gradient to read here but the formula above.
+Autograd makes all gradients, but for the two steps of part 4 that cross ranks: the formula above
+(of plain cross-entropy) is the only one to read here.
 
 Symbols  N tokens, K labels a token (1, or target's last dimension), V vocabulary, H hidden size;
          a_i token weight (the mask), w_i = a_i / divisor; z logits after softcap and temperature,
@@ -51,7 +52,7 @@ def shift_labels(
     >>> shift_labels(torch.tensor([5, 6, 7, 8, 9]), cu_seqlens=torch.tensor([0, 3, 5])).tolist()
     [6, 7, -100, 9, -100]
     """
-    check_tensor("labels", labels, (*getattr(labels, "shape", ())[:-1], ANY))
+    check_tensor("labels", labels, getattr(labels, "shape", ()) or (ANY,))
     is_mask = labels.is_floating_point() or labels.dtype == torch.bool
     if not is_mask:
         check_ignore_index(ignore_index, labels.dtype)
@@ -74,8 +75,10 @@ def token_weights(
 ) -> Tensor:  # (...) float32, float64 where keep is
     """w = a / sum(a) for "mean", a / (its sample's sum of a) / samples for "sample_mean", else a.
 
-    num_items, a number or a tensor of one, replaces the divisor: kept tokens, or samples that keep
-    one, over all that is added up. process_group: ranks with other tokens of the *same* samples.
+    num_items, a number or a tensor of one, replaces the divisor: what the whole step keeps, over
+    all micro-batches and ranks (of "sample_mean": samples that keep a token). process_group is for
+    context parallelism: each rank has other tokens of the *same* samples. Other samples on each
+    rank (data parallelism) take num_items=count_items(..., process_group=...).
     Bad values (a negative weight under a mean, a bad cu_seqlens): ValueError on CPU, elsewhere NaN.
 
     >>> token_weights(torch.tensor([[1, 1], [1, 0]]), "sample_mean").tolist()
@@ -90,7 +93,8 @@ def token_weights(
 def count_items(
     keep: Tensor, reduction="mean", *, cu_seqlens: Optional[Tensor] = None, process_group=None
 ) -> Tensor:  # 0-dim, int64 (float64 for "mean" where keep holds floats)
-    """The divisor: kept tokens (the sum of `keep`) or samples that keep one, over process_group.
+    """The divisor: kept tokens (the sum of `keep`) or samples that keep one; added up over the
+    ranks of process_group, of which each has *other* samples (data parallelism).
 
     >>> count_items(torch.tensor([[True, True], [False, False]]), "sample_mean").item()
     1
@@ -103,7 +107,8 @@ def count_items(
         count = a.sum() if keep.is_floating_point() else a.sum().long()
     else:
         count = (sample_sums(a, offsets) != 0).sum()
-    return sum_over_ranks(torch.where(valid, count, -1), process_group)  # -1: every weight is NaN
+    count = torch.where(valid, count, -(2**40))  # negative over all ranks, so that weights are NaN
+    return sum_over_ranks(count, process_group)
 
 
 def mask_values(name: str, mask: Tensor) -> Tensor:
@@ -127,11 +132,12 @@ def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=
     else:
         sums = sum_over_ranks(sample_sums(a, offsets), group)
         own_sum = sums.repeat_interleave(offsets.diff(), output_size=a.numel())
-        share, divisor = a / own_sum.view(a.shape), (sums != 0).sum()
+        share = a / own_sum.view(a.shape)  # 0 / 0 where a sample keeps nothing: left out below
+        divisor = (sums != 0).sum()
     if isinstance(num_items, Tensor):
-        divisor = num_items.to(a.device, torch.float64)  # from another device: it may wait for it
+        divisor = num_items.to(a.device, torch.float64)  # from another device: it may sync
     elif num_items is not None:
-        divisor = a.new_ones(()) * num_items  # torch.full compiles again for each number
+        divisor = a.new_ones(()) * num_items  # torch.full would compile again for each number
     out_of_range = ~((0 <= divisor) & (divisor < INF))
     if num_items is not None:
         check_values(out_of_range, lambda _: f"num_items={num_items} is out of range")
@@ -140,11 +146,12 @@ def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=
 
 
 def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
-    """-> where each sample begins among a's items, and their number, (samples + 1,); and a 0-dim
-    bool: are cu_seqlens right? A sample is an index of the first dimension of `tokens`, all of a
-    1-D one, or a segment that cu_seqlens cut out of the flattened tokens."""
-    n = tokens.numel()
-    K = a.numel() // max(n, 1)
+    """-> offsets (samples + 1,): where each sample begins among a's items, of which a token has K,
+    and at last their number; and a 0-dim bool: are cu_seqlens right? A sample is an index of the
+    first dimension of `tokens`, all of a 1-D one, or a segment that cu_seqlens cut out of the
+    flattened tokens."""
+    K = a.shape[-1] if a.dim() > len(tokens) else 1
+    n = a.numel() // K  # (tokens.numel() would make torch.export take it for a constant)
     if cu_seqlens is None:
         samples = tokens[0] if len(tokens) > 1 else 1
         offsets = torch.arange(samples + 1, device=a.device) * (n // max(samples, 1))
@@ -158,12 +165,12 @@ def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
                                   f"{cu_seqlens.tolist()} does not")
     valid = ~wrong.any()
     offsets = torch.where(valid, cu_seqlens.long(), 0)
-    offsets[-1] = n  # if they are wrong: one sample of all tokens, so that no index is
+    offsets[-1] = n  # if they are wrong: one sample of all tokens, no index out of bounds
     return offsets * K, valid
 
 
 def sample_sums(a: Tensor, offsets: Tensor) -> Tensor:  # -> (samples,)
-    """Added in a fixed order, unlike index_add_. unsafe leaves out a check that would wait."""
+    """Added in a fixed order, unlike index_add_. unsafe leaves out a check that would sync."""
     return torch.segment_reduce(a.reshape(-1), "sum", offsets=offsets, unsafe=True, initial=0)
 
 
@@ -174,8 +181,8 @@ def sum_over_ranks(x: Tensor, group) -> Tensor:
 
 
 # -------------------------------------------------------------------------------- 2 losses of rows
-# logits (n, V) of selected rows; w (n, K), 0 where an item is not there. A loss takes its options
-# out of all that a call has, and gives a tuple of tensors whose first dimension is n.
+# logits (n, V) of selected rows; w (n, K), 0 where an item is not there. A loss is given
+# all options of a call and ignores those of others (`**_`); it gives a tuple of tensors (n, ...).
 def selected(x: Tensor, w: Tensor) -> Tensor:
     """0 in the rows of which no item counts: nothing that they hold goes any further. 1R 1W
 
@@ -186,7 +193,8 @@ def selected(x: Tensor, w: Tensor) -> Tensor:
 
 
 def weighted(w: Tensor, losses: Tensor) -> Tensor:
-    """w * losses, and 0 where w is 0 whatever the loss is."""
+    """w * losses, and 0 where w is 0 even if the loss is inf: of one of a row's K labels, say. (The
+    rows in which nothing counts are 0 before: `selected`.)"""
     return torch.where(w != 0, w * losses, 0.0)
 
 
@@ -200,7 +208,8 @@ def transformed(logits: Tensor, softcap=None, temperature=1.0) -> Tensor:
     """z, in float32 (float64 stays). 1R 1W; softcap and its slope, as written, about 10R 10W"""
     z = logits.to(math_dtype(logits.dtype))
     if softcap is not None:
-        # torch.tanh's slope, 1 - tanh^2, has no digits left where tanh is near 1; exp's has all
+        # tanh |x| = 1 - 2 e / (1 + e) with e = exp(-2 |x|): of that, autograd makes the slope of e,
+        # which keeps its digits where 1 - tanh^2, near saturation, rounds to 0
         x = z / softcap
         e = torch.exp(-2 * x.abs())
         z = softcap * torch.where(x.abs() < 1, torch.tanh(x), x.sign() * (1 - 2 * e / (1 + e)))
@@ -234,10 +243,7 @@ def distribution_losses(
         q = log_q.exp()
     else:
         q, log_q = target, target.log()
-        negative = (q < 0).any(1, keepdim=True)
-        check_values(negative, lambda i: f"row {i} of the probabilities holds "
-                                         f"{q[i].min().item()}: are they log-probabilities?")
-        w = torch.where(negative, NAN, w)
+        w = torch.where(negative_rows(q), NAN, w)
     if divergence == "cross_entropy":
         losses = expected(q, -log_p)
     elif divergence == "forward_kl":
@@ -250,6 +256,14 @@ def distribution_losses(
     return (weighted(w, losses),)
 
 
+def negative_rows(q: Tensor) -> Tensor:  # (n, V) -> (n, 1)
+    """Where a row of probabilities holds a negative one."""
+    negative = (q < 0).any(1, keepdim=True)
+    check_values(negative, lambda i: f"row {i} of the probabilities holds {q[i].min().item()}: are "
+                                     "they log-probabilities?")
+    return negative
+
+
 class LogProbs(NamedTuple):
     """What masked_log_probs gives for each token: 0, 0 and False where masked."""
 
@@ -259,11 +273,12 @@ class LogProbs(NamedTuple):
 
 
 def log_probs(logits, labels, w, *, softcap, temperature, **_) -> LogProbs:  # (n, K), (n,), (n,)
-    """w is 1, 0, or NaN where a label is wrong."""
-    log_p = transformed(logits, softcap, temperature).log_softmax(1)
+    """w is 1, 0, or NaN where a label is wrong; amax takes on a NaN."""
+    z = transformed(logits, softcap, temperature)
+    log_p = z.log_softmax(1)
     log_prob = log_p.gather(1, labels)
     entropy = expected(log_p.exp(), -log_p)[:, 0]
-    correct = (log_prob[:, 0] == log_p.amax(1)) & (w[:, 0] == 1)
+    correct = (z.gather(1, labels[:, :1])[:, 0] == z.amax(1)) & (w[:, 0] == 1)
     return LogProbs(weighted(w, log_prob), weighted(w.amax(1), entropy), correct)
 
 
@@ -273,11 +288,13 @@ BLOCK = 65536  # columns of logits that one GEMM makes
 
 
 def head_logits(weight: Tensor, bias: Optional[Tensor], v: "Vocabulary", logits_dtype=None):
-    """-> a function: rows (n, H) -> logits (n, V). It is F.linear, and autocast followed by hand.
+    """-> a function: rows (n, H) -> logits (n, V), F.linear in blocks of columns.
 
-    Of a head that learns it uses a copy: in float32, in which autograd then sums the gradients of
-    all chunks; in blocks, as each block's gradient is held in both dtypes while it is added; and a
-    copy even in float32, so that backward computes the logits of what forward read.
+    Of a head that learns it takes a copy, for three reasons: in float32, so that autograd sums the
+    gradients of all chunks in float32; in blocks, because each block's gradient is held in two
+    dtypes while it is added; and even if it is float32 already, so that backward, which computes
+    logits again, computes what forward did, whatever has been done to the weight since.
+    Autocast is off inside, and its rounding done by hand: it would round float32 logits, too.
     """
     def blocks(x):
         x = x if len(x) == v.here else x[: v.here]  # padding, which may hold NaN, meets no GEMM
@@ -293,7 +310,7 @@ def head_logits(weight: Tensor, bias: Optional[Tensor], v: "Vocabulary", logits_
         operands = autocast or rows.dtype
         result = torch.promote_types(operands, logits_dtype or operands)
 
-        def cast(x):  # where logits are float32, so are the operands, after the same rounding
+        def cast(x):  # rounds as autocast would; for float32 logits widens again
             return None if x is None else x.to(operands).to(result)
 
         with torch.autocast(rows.device.type, enabled=False) if autocast else nullcontext():
@@ -316,15 +333,15 @@ def kept_first(keep: Tensor) -> Tensor:
 
 def whole_chunks(keep: Tensor, size: int) -> Tensor:
     """True for every row of a chunk of `size` rows in which one is kept."""
-    chunks = F.pad(keep, (0, -len(keep) % size)).view(-1, size)
-    return chunks.any(1).repeat_interleave(size)[: len(keep)]
+    chunks = F.pad(keep, (0, -keep.shape[0] % size)).view(-1, size)
+    return chunks.any(1).repeat_interleave(size)[: keep.shape[0]]
 
 
 def kept_rows(keep: Tensor, skip: str, size: int, max_kept=None) -> Optional[Tensor]:
     """The rows to compute, (n,) int64; None for all of them. size: rows in a chunk."""
     if skip == "none":
         return None
-    if max_kept is not None:  # the surplus has weight 0
+    if max_kept is not None:  # if fewer are kept, masked rows fill up; one row at least, to be NaN
         return kept_first(keep)[: max(max_kept, 1)]
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=f"skip={skip!r} reads how many rows are kept. For one full "
@@ -335,32 +352,35 @@ def kept_rows(keep: Tensor, skip: str, size: int, max_kept=None) -> Optional[Ten
     return keep.nonzero()[:, 0]  # the one host sync
 
 
-def in_chunks(losses, w, hidden, others, limit, *, group=None, skip="rows", max_kept=None,
+def in_chunks(row_losses, w, hidden, others, limit, *, group=None, skip="rows", max_kept=None,
               recompute=False, **_):
-    """losses(w, hidden, others) in chunks of up to `limit` rows -> a list of tensors (N, ...).
+    """row_losses(w, hidden, others) in chunks of up to `limit` rows -> a list of tensors (N, ...).
 
     All chunks but the last are checkpointed: their logits are freed, and backward, which begins
     with the last, computes them again. So no more than the logits of one chunk are ever held.
     """
-    N, keep, too_many = len(w), (w != 0).any(1), None
-    if max_kept is not None:  # if more are kept: NaN for each of them, computed or not
+    N, keep, too_many = w.shape[0], (w != 0).any(1), None
+    if max_kept is not None:  # if more are kept: NaN for all of them, here for their gradients
         too_many = keep & (keep.sum() > max_kept)
         hidden = hidden * torch.where(too_many, NAN, 1.0)[:, None].to(hidden.dtype)
     size = chunk_rows(N, limit)
     rows, index = [w, hidden, others], kept_rows(keep, skip, size, max_kept)
     if index is not None:
         rows = [x.index_select(0, index) for x in rows]
-        size = chunk_rows(len(index), limit) if skip == "rows" else size
+        size = chunk_rows(index.shape[0], limit) if skip == "rows" else size
     chunks = []
-    for w, *tensors in zip(*(x.split(size) for x in rows)):
+    for chunk_w, *tensors in zip(*(x.split(size) for x in rows)):
         # a masked row that is computed all the same holds 0 before any GEMM
-        chunks.append([w, *(selected(x, w) if x.is_floating_point() else x for x in tensors)])
+        chunks.append([chunk_w, *(
+            selected(x, chunk_w) if x.is_floating_point() else x for x in tensors)])
 
-    freed = functools.partial(checkpoint, losses, use_reentrant=False, preserve_rng_state=False)
+    freed = functools.partial(checkpoint, row_losses, use_reentrant=False, preserve_rng_state=False)
     if group is not None and not hidden.requires_grad:
-        freed = losses  # a rank whose head is frozen would not take part in computing again
+        # To compute again is to gather again, on all ranks. But where hidden learns nothing, a rank
+        # whose head is frozen runs no backward, and the others would wait for it.
+        freed = row_losses
     parts = [freed(*chunk) for chunk in chunks[:-1]]
-    parts.append((freed if recompute else losses)(*chunks[-1]))
+    parts.append((freed if recompute else row_losses)(*chunks[-1]))
 
     def all_rows(x):  # from the computed ones
         if index is not None:
@@ -374,17 +394,18 @@ def in_chunks(losses, w, hidden, others, limit, *, group=None, skip="rows", max_
 
 # --------------------------------------------------------- 4 a vocabulary that is split over ranks
 class Vocabulary(NamedTuple):
-    """Rank r holds columns r * each and on: `here` of them, and padding up to `each`."""
+    """Rank r holds columns [r * each, r * each + here); its tensor may be padded up to `each`."""
 
     size: int
     each: int
     here: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of logits or hidden states: all ranks must agree
     group: Optional[distributed.ProcessGroup]
 
 
 class GatherColumns(torch.autograd.Function):
-    """The columns of all ranks side by side; backward keeps the gradient of one's own."""
+    """The columns of all ranks side by side. Each rank then computes the same loss of all columns,
+    so backward has the whole gradient, of which it keeps that of its own columns: no sum."""
 
     @staticmethod
     def forward(ctx, x, group):  # (n, each) -> (n, ranks * each)
@@ -394,6 +415,7 @@ class GatherColumns(torch.autograd.Function):
         return torch.cat(parts, 1)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         return grad.narrow(1, *ctx.own), None
 
@@ -424,8 +446,8 @@ def whole_rows(logits: Tensor, v: Vocabulary) -> Tensor:  # (n, columns here) ->
 
 
 def on_every_rank(group, check):
-    """check(), which begins with a Vocabulary. What one rank raises, all raise, also where they
-    hold other shards: no rank waits for one that is gone."""
+    """check(), whose first result is a Vocabulary. If a rank raises, or they do not agree on the
+    vocabulary, all raise: the others would wait for ever in the next collective."""
     result = error = own = None
     try:
         result = check()
@@ -437,7 +459,7 @@ def on_every_rank(group, check):
     if error:
         raise error
     if any(other != own for other in said):
-        raise ValueError(f"the ranks of vocab_group make different calls: {said}")
+        raise ValueError(f"the ranks of vocab_group hold different vocabularies: {said}")
     return result
 
 
@@ -484,14 +506,16 @@ def check_tensor(name: str, x, shape, dtypes=None, device=None) -> None:
         raise TypeError(f"{name} must be of {dtypes}, got {x.dtype}")
     sizes = zip(x.shape, shape)
     if x.dim() != len(shape) or any(n == 0 if m is ANY else n != m for n, m in sizes):
-        raise ValueError(f"{name} must be of shape {tuple(shape)}, got {tuple(x.shape)}")
+        shape = tuple("any size" if m is ANY else m for m in shape)
+        raise ValueError(f"{name} must be of shape {shape}, got {tuple(x.shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, as the rest is, got {x.device}")
 
 
 def check_values(wrong: Tensor, message) -> None:
-    """ValueError(message(first place that is wrong)), on CPU. On an accelerator a look would wait
-    for it, and what is traced, fake or under vmap has no values: there the callers make NaN."""
+    """ValueError(message(first place that is wrong)), on CPU. On an accelerator to read them is
+    a sync, and what is traced, fake or under vmap has none (torch.equal raises): there the callers
+    make NaN."""
     if wrong.device.type != "cpu" or torch.compiler.is_compiling():
         return
     try:
@@ -524,7 +548,7 @@ def check_ignore_index(ignore_index, dtype) -> None:
 
 
 def check_num_items(num_items, reduction):
-    """-> None, a number, or a 0-dim tensor: of (n, 1), which data parallelism makes of one number,
+    """-> None, a number, or a 0-dim tensor: of (n, 1), which nn.DataParallel makes of one number,
     the first. No value in a tensor is looked at."""
     if num_items is None:
         return None
@@ -615,8 +639,8 @@ def call_items(x, target, loss_mask, v: Vocabulary, *, ignore_index=None, reduct
         check_values(wrong, lambda i: f"label {target.flatten()[i].item()} at token {i // K} must "
                                       f"be in [0, {v.size}) or ignored")
         w = torch.where(wrong, NAN, w)
-        labels = torch.where(known, target, 0).long().reshape(tokens.numel(), K)
-    return labels, w.to(math_dtype(x.dtype)).reshape(tokens.numel(), K)
+        labels = torch.where(known, target, 0).long().reshape(-1, K)
+    return labels, w.to(math_dtype(x.dtype)).reshape(-1, K)
 
 
 def checked_call(x, target, loss_mask, head=None, teacher_head=None, **options):
@@ -641,36 +665,37 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 # ----------------------------------------------------------------------------- 6 the public losses
-def given_logits(losses, logits, target, loss_mask, **options):
-    """`losses` of all rows at once, reduced."""
+def given_logits(row_losses, logits, target, loss_mask, **options):
+    """`row_losses` of all rows at once, reduced."""
     v, labels, w = checked_call(logits, target, loss_mask, **options)
 
     def rows(x):
-        return selected(whole_rows(x.reshape(len(w), x.shape[-1]), v), w)
+        return selected(whole_rows(x.reshape(w.shape[0], x.shape[-1]), v), w)
 
     others = rows(target.detach()) if labels is None else labels
-    return reduced(losses(rows(logits), others, w, **options), target, logits, **options)
+    return reduced(row_losses(rows(logits), others, w, **options), target, logits, **options)
 
 
-def from_hidden(losses, hidden, target, loss_mask, head, teacher_head=None, *, chunk_size=None,
+def from_hidden(row_losses, hidden, target, loss_mask, head, teacher_head=None, *, chunk_size=None,
                 logits_dtype=None, **options):
-    """`losses` of the logits of hidden rows, chunk by chunk, reduced. With a teacher_head, target
-    is the hidden states of the teacher."""
+    """`row_losses` of the logits of hidden rows, chunk by chunk, reduced. With a teacher_head the
+    target is the teacher's hidden states."""
     v, labels, w = checked_call(hidden, target, loss_mask, head, teacher_head,
                                 chunk_size=chunk_size, logits_dtype=logits_dtype, **options)
-    logits, teacher_logits, columns = head_logits(*head, v, logits_dtype), None, v.size
+    logits, teacher_logits = head_logits(*head, v, logits_dtype), None
+    others, columns = labels, v.size
     if teacher_head is not None:
         teacher_logits = head_logits(*(x if x is None else x.detach() for x in teacher_head), v)
-        labels, columns = target.detach().reshape(len(w), target.shape[-1]), 2 * v.size
+        others, columns = target.detach().reshape(w.shape[0], target.shape[-1]), 2 * v.size
 
-    def chunk_losses(w, rows, labels):
-        others = labels if teacher_logits is None else teacher_logits(labels)
-        return losses(logits(rows), others, w, **options)
+    def chunk_losses(w, rows, others):
+        others = others if teacher_logits is None else teacher_logits(others)
+        return row_losses(logits(rows), others, w, **options)
 
-    rows = hidden.reshape(len(w), hidden.shape[-1])
+    rows = hidden.reshape(w.shape[0], hidden.shape[-1])
     rows = rows if v.group is None else SumGradient.apply(rows, v.group)
     limit = chunk_size or max(CHUNK_BYTES // (4 * columns), 1)
-    results = in_chunks(chunk_losses, w, rows, labels, limit, group=v.group, **options)
+    results = in_chunks(chunk_losses, w, rows, others, limit, group=v.group, **options)
     return reduced(results, target, hidden, **options)
 
 
@@ -721,9 +746,9 @@ def masked_cross_entropy_from_distribution(
     cu_seqlens=None, num_items=None, softcap=None, temperature=1.0, vocab_size=None,
     vocab_group=None,
 ) -> Tensor:
-    """-sum q log p, "forward_kl" sum q log(q/p), "reverse_kl" sum p log(p/q); no T^2 (Hinton,
-    arXiv 1503.02531). q = target, which need not sum to 1, or softmax(target / temperature); it
-    gets no gradient, and softcap is for the logits alone.
+    """"cross_entropy" -sum q log p, "forward_kl" sum q log(q/p), "reverse_kl" sum p log(p/q); not
+    multiplied by temperature^2 (as in Hinton, arXiv 1503.02531). q = target, which need not sum to
+    1, or softmax(target / temperature); it gets no gradient, and softcap is for the logits alone.
 
     >>> t = torch.tensor([[0.5, 0.25]])
     >>> masked_cross_entropy_from_distribution(torch.zeros(1, 2), t).item()
@@ -742,7 +767,7 @@ def masked_log_probs(
     *, ignore_index=-100, softcap=None, temperature=1.0, vocab_size=None, vocab_group=None,
 ) -> LogProbs:
     """log p of each label; of each token the entropy -sum p log p, and whether its (first) label is
-    the likeliest. The first two can be differentiated, also both at once, with any upstream.
+    the likeliest. The first two have gradients, together or alone, for any upstream.
 
     >>> masked_log_probs(torch.zeros(1, 2), torch.tensor([1])).entropy.tolist()
     [0.6931471824645996]
@@ -766,9 +791,10 @@ def masked_linear_cross_entropy(
 
     chunk_size: rows whose logits are held at once. skip="rows" computes the kept rows (one host
     sync, for their count); "chunks" leaves out chunks that keep nothing (one sync); "none" computes
-    every row. max_kept: a bound on the kept rows that the caller knows, no sync; more than that
-    give NaN. logits_dtype=torch.float32: logits are not rounded, and a chunk of bfloat16 takes
-    twice the memory. recompute: also the last chunk's logits are computed again in backward.
+    every row. max_kept: a bound on the kept rows that the caller knows, no sync; if more are kept,
+    the result is NaN. logits_dtype=torch.float32: logits are not rounded, and a chunk of bfloat16
+    takes twice the memory. recompute: backward computes the logits of all chunks again, not of all
+    but the last: least memory.
     allow_retain_graph: masked_ce_triton may need it for a second backward; here that always works.
 
     >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)

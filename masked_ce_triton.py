@@ -1523,6 +1523,9 @@ def call(kind, x, target, loss_mask, head=None, teacher_head=None, *, cu_seqlens
     if device == "cpu" and not traced:
         # values can be looked at, and every rank can hear of another's error
         _, *items = reference.checked_call(*args[1:], **weights)
+        if kind == "probabilities" and options["vocab_group"] is None:
+            q = target.detach().reshape(-1, target.shape[-1])[:, : options["vocab_size"]]
+            reference.negative_rows(reference.selected(q, items[1]))
     v, o = known_call(*args, **options) if device == "cuda" and not traced else checked(
         *args, **options)
     labels, w, index, count, out = prepare(
