@@ -800,7 +800,7 @@ def _launch(kernel, grid: int, tensors, integers, floats, key, choose) -> None:
     known = _compiled.get(key)
     if known is not None:
         compiled, constants = known
-        stream = torch._C._cuda_getCurrentRawStream(device.index)  # Triton's own look takes 3 us
+        stream = torch._C._cuda_getCurrentRawStream(device.index)  # or Triton looks it up
         compiled[(grid, 1, 1)](*addresses, *integers, *floats, *constants, stream=stream)
         return
     constants, options = choose()
@@ -830,16 +830,16 @@ def _arguments(logits, target, w, o: Loss, first: int):
 
 
 def launch_statistics(logits, target, w, o: Loss, gradient=False, out=None, zeroed=False, first=0,
-                      partial=False, parts=None):
+                      partial=False):
     """-> statistics (5, N), items (N, K), and w * gradient (N, width), in `out` if given, or None.
 
     log_probs: the statistics hold the entropy in row 2 and whether it is correct, 1 or 0, in row 4.
-    zeroed: out has zeros already where a row has no weight. partial: -> (5 + K, N), in `parts` if
-    given, for launch_merge, None, None.
+    zeroed: out has zeros already where a row has no weight. partial: -> (5 + K, N) for
+    launch_merge, None, None.
     """
     logits, target, target_stride, w, N, K, width, V = _arguments(logits, target, w, o, first)
     if partial:
-        items = stats = w.new_empty((5 + K, N)) if parts is None else parts
+        items = stats = w.new_empty((5 + K, N))
     else:
         stats, items = w.new_empty((5, N)), w.new_empty((N, K))
     if not gradient:
@@ -887,7 +887,7 @@ def launch_gradient(logits, target, w, upstream, v, stats, o: Loss, out=None, fi
         strides[: upstream.dim()] = upstream.stride()
     v_stride = v.stride(0) if v is not None and v.dim() else 0
     # One warp and 2048 bytes: 1.03 of a copy of the logits (H200, bf16, V = 128256 and 256000).
-    # An entropy's upstream needs registers: 2 warps 0.54 ms, 1 warp 0.70 (4096 x 128256). Several
+    # An entropy's upstream needs registers: 2 warps 0.58 ms, 1 warp 0.70 (4096 x 128256). Several
     # labels are looked at by each program, so there are fewer, larger ones.
     size, warps = (8192, 4) if K > 1 else (2048, 1 if v is None else 2)
     block = min(power_of_2(max(width, 16)), size // logits.element_size())
@@ -1360,8 +1360,6 @@ KINDS = {str: "str", float: "float", bool: "bool", int: "SymInt", torch.dtype: "
          Tuple[bool, bool, bool]: "bool[]", Optional[float]: "float?", Optional[int]: "SymInt?",
          Optional[str]: "str?"}
 CALL = ", ".join(f"{KINDS[kind]} {name}" for name, kind in Call.__annotations__.items())
-
-
 NUMBERS = Call._fields[2:7]  # label_smoothing to temperature
 
 
@@ -1404,9 +1402,7 @@ def none(x):
 
 
 def fake_gradients(o, x, weight, bias):
-    like = [(x, x.shape), (weight, weight.shape if weight is not None else None),
-            (bias, bias.shape if bias is not None else None)]
-    return [y.new_empty(shape) if need else None for (y, shape), need in zip(like, o.needs)]
+    return [y.new_empty(y.shape) if need else None for y, need in zip((x, weight, bias), o.needs)]
 
 
 def fake_forward(o, x, weight, bias, target, teacher_weight, teacher_bias, w, *_):
@@ -1494,7 +1490,7 @@ _checked = {}  # all that a call's checks depend on -> what checked() made of an
 
 
 def known_call(*args, **options):
-    """checked(), looked up: the GPU waits meanwhile, and to check takes 30 us longer."""
+    """checked(), looked up, because the GPU waits meanwhile."""
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     inputs = [*args[:4], *(args[4] or ()), *(args[5] or ())]
     key = (torch.is_grad_enabled(), autocast, *options.values(), *map(type, options.values()), *[
