@@ -656,7 +656,7 @@ def checked_call(x, target, loss_mask, head=None, teacher_head=None, **options):
 def autocast_dtype(x: Tensor) -> Optional[torch.dtype]:
     """What autocast, where it is on, makes of a GEMM's operands."""
     device = x.device.type
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    on = device != "meta" and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on and x.dtype != torch.float64 else None
 
 

@@ -1571,12 +1571,13 @@ def prepare(o: Call, x, target, loss_mask, v, items, linear, options):
 def public(function):
     """`function` with the name, signature, defaults and docstring that it has in masked_ce."""
     model = getattr(reference, function.__name__)
-    defaults, known = model.__kwdefaults__, inspect.signature(model).parameters.keys()
+    defaults, known = model.__kwdefaults__, list(inspect.signature(model).parameters)
 
     @functools.wraps(model)
     def with_defaults(*args, **options):
-        if not options.keys() <= known:
-            raise TypeError(f"{model.__name__}() has no argument {sorted(options.keys() - known)}")
+        unknown = [name for name in options if name not in known]
+        if unknown:
+            raise TypeError(f"{model.__name__}() has no argument {unknown}")
         if any(isinstance(x, torch.Tensor) and x.is_meta for x in args):
             return model(*args, **options)  # no values: there is nothing for a kernel to do
         return function(*args, **(defaults | options))
