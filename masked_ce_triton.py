@@ -628,19 +628,30 @@ def _merge_kernel(
 
 
 @triton.jit
-def _scale_kernel(x_ptr, out_ptr, upstream_ptr, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x * upstream. In place, an upstream of 1, the usual one, is all that it reads.
-
-    Grid (at most 2048 programs,), each strides over the blocks. One pass: reads and writes n.
-    """
-    upstream = tl.load(upstream_ptr)
-    if (upstream == 1) & IN_PLACE:
-        return
+def _scaled(x_ptr, out_ptr, upstream, n, BLOCK: tl.constexpr):
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, mask=at < n).to(upstream.dtype)
         x = tl.where(x == 0, x, x * upstream)  # a masked row stays 0, even times inf
         tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _scale_kernel(
+    x_ptr, y_ptr, z_ptr, x_out_ptr, y_out_ptr, z_out_ptr, upstream_ptr,  # (n,), (m,), (k,); 0-dim
+    n, m, k, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """out = x * upstream, of three tensors. In place, an upstream of 1, the usual one, is all that
+    it reads.
+
+    Grid (at most 2048 programs,), each strides over the blocks. One pass: reads and writes each.
+    """
+    upstream = tl.load(upstream_ptr)
+    if (upstream == 1) & IN_PLACE:
+        return
+    _scaled(x_ptr, x_out_ptr, upstream, n, BLOCK)
+    _scaled(y_ptr, y_out_ptr, upstream, m, BLOCK)
+    _scaled(z_ptr, z_out_ptr, upstream, k, BLOCK)
 
 
 @triton.jit
@@ -683,7 +694,7 @@ def _prepare_kernel(
         a = _token_weights(target_ptr, mask_ptr, row * K + k, k < K, ignore_index, TARGET, MASK)
         # Zeros too many do no harm, for the main kernel writes the kept rows later.
         if (tl.max(tl.where(a != 0, 1, 0), 0) == 0) | (divisor == 0):
-            _store_zeros(out_ptr + row.to(tl.int64) * V, V, 4096)
+            _store_zeros(out_ptr + row.to(tl.int64) * V, V, BLOCK)
         return
     dtype: tl.constexpr = w_ptr.dtype.element_ty
     ROWS: tl.constexpr = BLOCK // LANES
@@ -736,18 +747,23 @@ def _prepare_kernel(
 @triton.jit
 def _rows_kernel(
     x_ptr, w_ptr, index_ptr, out_ptr,  # (n, H) or (N, H), (N, K), (N,), (N, H) or (n, H)
-    n, H, K, x_stride, INDEXED: tl.constexpr, SCATTER: tl.constexpr, LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    labels_ptr, labels_out_ptr, w_out_ptr,  # (N, K), (n, K), (n, K)
+    n, H, K, x_stride, INDEXED: tl.constexpr, SCATTER: tl.constexpr, ITEMS: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Moves rows: gathered, out[i] = x[index[i]] for i < n; or scattered, out[index[i]] = x[i], and
-    where i >= n nothing. A row of weight 0 becomes 0, and NaN where it should have been computed
-    (its weight is NaN, as max_kept was too small).
+    """Moves rows: gathered, out[i] = x[index[i]] for i < n, with ITEMS their labels and weights
+    too; or scattered, out[index[i]] = x[i], and where i >= n nothing. A row of weight 0 becomes 0,
+    and NaN where it should have been computed (its weight is NaN, as max_kept was too small).
 
     Grid (n,), or to scatter (N,). One pass: reads and writes the rows once.
     """
     i, k = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     row = tl.load(index_ptr + i) if INDEXED else i
     w = tl.load(w_ptr + row * K + k, mask=k < K, other=0.0)
+    if ITEMS:
+        tl.store(w_out_ptr + i * K + k, w, mask=k < K)
+        labels = tl.load(labels_ptr + row * K + k, mask=k < K, other=0)
+        tl.store(labels_out_ptr + i * K + k, labels, mask=k < K)
     x_ptr += (i if SCATTER else row) * x_stride
     out_ptr += (row if SCATTER else i) * H
     if (tl.max(tl.where(w != 0, 1, 0), 0) > 0) & (i < n):
@@ -912,12 +928,15 @@ def launch_merge(parts, w, o: Loss):
     return stats, items
 
 
-def launch_scale(x, upstream, out):
-    """out = x * upstream (0-dim), 0 where x is 0, rounded to out's dtype. out may be x."""
-    n, in_place = x.numel(), out is x
-    _launch(_scale_kernel, min(-(-n // 8192), 2048), (x, out, upstream), (n,), (),
-            (in_place, _seen(n)), lambda: ((in_place, 8192), dict(num_warps=8)))
-    return out
+def launch_scale(grads, upstream, in_place):
+    """Up to three tensors times upstream (0-dim), 0 where they are 0 -> the products."""
+    outs = grads if in_place else [torch.empty_like(x) for x in grads]
+    missing = 3 - len(grads)
+    sizes = [*[x.numel() for x in grads], *[0] * missing]
+    tensors = (*grads, *[upstream] * missing, *outs, *[upstream] * missing, upstream)
+    _launch(_scale_kernel, min(-(-max(sizes) // 8192), 2048), tensors, sizes, (),
+            (in_place, *[_seen(n) for n in sizes]), lambda: ((in_place, 8192), dict(num_warps=8)))
+    return outs
 
 
 def launch_prepare(target, loss_mask, shape, ignore_index, vocab_size, reduction, num_items,
@@ -932,8 +951,9 @@ def launch_prepare(target, loss_mask, shape, ignore_index, vocab_size, reduction
     divisor = "tensor" if tensor else "sum" if num_items is None else "number"
     divisor = divisor if reduction == "mean" else ""
     V = 0 if out is None else out.shape[1]
-    constants = (target is not None, loss_mask is not None, divisor, indexed,
-                 power_of_2(K), 2048)
+    lanes = power_of_2(K)
+    block = 1024 if N * K <= 1024 else max(8192, lanes)
+    constants = target is not None, loss_mask is not None, divisor, indexed, lanes, block
     tensors = (w if target is None else target.contiguous(),
                w if loss_mask is None else loss_mask.contiguous(), num_items if tensor else w, w,
                index if indexed else w, count if indexed else w, w if out is None else out)
@@ -942,19 +962,20 @@ def launch_prepare(target, loss_mask, shape, ignore_index, vocab_size, reduction
     _launch(_prepare_kernel, 1 if out is None else 1 + N, tensors,
             (ignore_index, vocab_size, limit, N, K, V), (number,),
             (constants, ignore_index, vocab_size, _seen(limit), _seen(N), K, V),
-            lambda: (constants, dict(num_warps=8)))
+            lambda: (constants, dict(num_warps=min(block // 256, 32))))
     return w, index, count
 
 
-def launch_rows(x, index, w, out, scatter=False):
-    """_rows_kernel: rows of x (n or N, H) to out."""
+def launch_rows(x, index, w, out, scatter=False, items=None):
+    """_rows_kernel: rows of x (n or N, H) to out. items: labels (N, K), and where those of the rows
+    go, with their weights."""
     N, K, n = *w.shape, x.shape[0] if scatter else out.shape[0]
     H = out.shape[1]
-    constants = index is not None, scatter, power_of_2(K), 2048
+    constants = index is not None, scatter, items is not None, power_of_2(K), 2048
     x = _rows(x)
-    _launch(_rows_kernel, N if scatter else n, (x, w, w if index is None else index, out),
-            (n, H, K, x.stride(0)), (), (constants, _seen(n), H, K, x.stride(0)),
-            lambda: (constants, dict(num_warps=4)))
+    tensors = (x, w, w if index is None else index, out, *(items or (w, w, w)))
+    _launch(_rows_kernel, N if scatter else n, tensors, (n, H, K, x.stride(0)), (),
+            (constants, _seen(n), H, K, x.stride(0)), lambda: (constants, dict(num_warps=4)))
     return out
 
 
@@ -1104,10 +1125,19 @@ class Rows:
     def gather(self, x):  # (N, ...) -> (n, ...)
         return x if self.index is None or x is None else x.index_select(0, self.index[: self.n])
 
-    def gather_hidden(self, x, dtype):  # (N, H) -> (n, H), 0 where masked
+    def gather_hidden(self, x, dtype, items=None):  # (N, H) -> (n, H), 0 where masked
         if self.as_they_are:
             return x.to(dtype)
-        return launch_rows(x, self.index, self.w, x.new_empty(self.n, x.shape[1], dtype=dtype))
+        out = x.new_empty(self.n, x.shape[1], dtype=dtype)
+        return launch_rows(x, self.index, self.w, out, items=items)
+
+    def gather_all(self, hidden, labels, dtype):
+        """-> hidden, labels and weights of the rows, in one launch."""
+        if self.index is None:
+            return self.gather_hidden(hidden, dtype), labels, self.w
+        n, labels = self.n, labels.contiguous()
+        moved = labels.new_empty(n, *labels.shape[1:]), self.w.new_empty(n, self.w.shape[1])
+        return self.gather_hidden(hidden, dtype, (labels, *moved)), *moved
 
     def scatter_hidden(self, d, dtype):  # (n, H) -> (N, H), 0 where masked, NaN if max_kept is low
         if self.as_they_are:
@@ -1181,8 +1211,11 @@ def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teache
     plan = o.plan(n, size, hidden.shape[1])
     if plan == "columns":  # forward holds as little as backward will
         size = min(size, max(2**28 // (max(o.each, 1) * o.logits_dtype.itemsize), 1))
-    h, w = rows.gather_hidden(hidden, o.dtype), rows.gather(w)
-    t = rows.gather_hidden(target, o.dtype) if teacher else rows.gather(target)
+    if teacher:
+        h, t, w = (rows.gather_hidden(hidden, o.dtype), rows.gather_hidden(target, o.dtype),
+                   rows.gather(w))
+    else:
+        h, t, w = rows.gather_all(hidden, target, o.dtype)
     logits = h.new_empty(min(n, size), o.here, dtype=o.logits_dtype)
     teacher_logits = torch.empty_like(logits) if teacher else None
     here = slice(0, o.here)
@@ -1288,7 +1321,6 @@ def setup(ctx, o: Call, tensors, outputs):
     ctx.set_materialize_grads(False)
     ctx.o, ctx.spent, ctx.linear = o, False, tensors[1] is not None
     ctx.early = any(x is not None for x in outputs[-3:])
-    ctx.dtypes = [None if x is None else x.dtype for x in tensors[:3]]
     inputs = (None,) * 9 if ctx.early and ctx.linear else tensors
     # autograd does not save what was made under inference_mode (and n is a number)
     ctx.unsaved = [x if x is not None and x.is_inference() else None for x in inputs]
@@ -1309,9 +1341,7 @@ def gradients(ctx, upstream, v, *_):
         return (None,) * 3
     if ctx.early and not ctx.spent:
         ctx.spent = not (o.retain_graph or o.traced)
-        grads = [scaled(o, grad, upstream, dtype) if need else None
-                 for grad, dtype, need in zip(saved[-3:], ctx.dtypes, o.needs)]
-        return grads
+        return scaled(o, saved[-3:], upstream)
     if ctx.spent and ctx.linear:
         raise RuntimeError("the first backward used up what forward had kept: for a second one the "
                            "loss takes allow_retain_graph=True")
@@ -1320,18 +1350,20 @@ def gradients(ctx, upstream, v, *_):
     ctx.spent = ctx.spent or logits is not None and not o.retain_graph
     tensors = (*inputs, stats, ctx.n, logits, teacher_logits, h, upstream, v)
     grads = backward_op(*tensors, *ctx.numbers_apart) if o.traced else backward(o, *tensors)
-    return [grad.to(dtype) if need else None
-            for grad, dtype, need in zip(grads, ctx.dtypes, o.needs)]
+    return [x if need else None for x, need in zip(grads, o.needs)]
 
 
-def scaled(o: Call, grad, upstream, dtype):
-    """An early gradient times the upstream one; in place an upstream of 1, the usual one, is free.
-    0 stays 0 even times inf."""
+def scaled(o: Call, grads, upstream):
+    """Early gradients, or None, times the upstream one; in place an upstream of 1, the usual one,
+    is free. 0 stays 0 even times inf."""
+    made = [x for x in grads if x is not None]
     if o.traced:
-        return torch.where(grad == 0, 0.0, grad.to(upstream.dtype) * upstream).to(dtype)
-    in_place = grad.dtype == dtype and not o.retain_graph
-    out = grad if in_place else torch.empty_like(grad, dtype=dtype)
-    return launch_scale(grad, upstream, out).data  # with a version of its own, for it is given away
+        made = [torch.where(x == 0, 0.0, x.to(upstream.dtype) * upstream).to(x.dtype) for x in made]
+    else:
+        made = launch_scale(made, upstream, not o.retain_graph)
+    made = iter(made)
+    # .data: with a version of its own, for it is given away
+    return [None if x is None else next(made).data for x in grads]
 
 
 class Losses(torch.autograd.Function):
@@ -1546,7 +1578,7 @@ def prepare(o: Call, x, target, loss_mask, v, items, linear, options):
     N, reduction = x.shape[:-1].numel(), options.get("reduction")
     ignore_index, indexed = options.get("ignore_index"), linear and o.skip == "rows"
     K = target.shape[-1] if ignore_index is not None and target.dim() == x.dim() else 1
-    rare = options["cu_seqlens"] is not None or reduction == "sample_mean" or N * K > 2**16
+    rare = options["cu_seqlens"] is not None or reduction == "sample_mean" or N * K > 2**20
     if o.traced or rare:
         labels, w = items or reference.call_items(x, target, loss_mask, v, **options)
         keep = (w != 0).any(1)
