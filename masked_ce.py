@@ -561,7 +561,7 @@ def check_num_items(num_items, reduction):
     real = num_items.dtype != torch.bool and not num_items.is_complex()
     if not (one and real) or num_items.numel() == 0 or num_items.requires_grad:
         raise ValueError(f"num_items must be one number without grad, got {num_items!r:.200}")
-    return num_items.reshape(-1)[0]
+    return num_items.reshape(-1)[0] if num_items.dim() else num_items
 
 
 def check_head(names, hidden, weight, bias, tokens, rows=None, device=None) -> None:

@@ -127,13 +127,22 @@ def _exp(x):
 
 @triton.jit
 def _tanh(x):
-    """-e / (2 + e), e = expm1(-2|x|), Kahan's expm1. (The interpreter lacks libdevice's tanh, and
-    2*sigmoid(2x)-1 loses the low bits of a small x.)"""
-    y = -2.0 * tl.abs(x)
-    u = tl.exp(y)
-    e = tl.where(u == 1.0, y, (u - 1.0) * y / tl.log(tl.where(u == 1.0, 0.5, u)))
-    e = tl.where(y > -1.0, e, u - 1.0)
-    return tl.where(x < 0, e, -e) / (2.0 + e)
+    """1 - 2e / (1 + e), e = exp(-2|x|). It cancels near 0: there a polynomial, 1.4 units in the
+    last place; in float64 -u / (2 + u) by Kahan's u = expm1(-2|x|). (The interpreter lacks
+    libdevice's tanh.)"""
+    y = tl.abs(x)
+    e = _exp(-2.0 * y)
+    large = 1.0 - 2.0 * e * (1.0 / (1.0 + e))
+    if x.dtype == tl.float32:
+        square = x * x
+        small = -0.05267181 + square * 0.01643758
+        small = -0.33332947 + square * (0.13320725 + square * small)
+        small = y + y * (square * small)
+    else:
+        u = tl.where(e == 1.0, -2.0 * y, (e - 1.0) * -2.0 * y / tl.log(tl.where(e == 1, 0.5, e)))
+        small = -u / (2.0 + u)
+    tanh = tl.where(y < 0.55, small, large)
+    return tl.where(x < 0, -tanh, tanh)
 
 
 @triton.jit
@@ -167,7 +176,8 @@ def _load_target(row, columns, MASKED: tl.constexpr, ACC: tl.constexpr, O: tl.co
         # Also: on the sum of a bare load Triton 3.6's OptimizeThreadLocality pass fails.
         t = tl.where(t < 0, float("nan"), t)
     else:
-        t = tl.where(columns < V, 1.0, 0.0).to(ACC)
+        t = tl.full(columns.shape, 1.0, ACC)
+        t = tl.where(columns < V, t, 0.0) if MASKED else t
     return t
 
 
@@ -389,7 +399,8 @@ def _distribution_gradient(row, columns, z, c, state, MASKED: tl.constexpr, O: t
 @triton.jit
 def _through_softcap(grad, logit, softcap):
     e = _exp(-2.0 * tl.abs(logit * (1.0 / softcap)))  # 1 - tanh^2, from tanh, would cancel near 1
-    return grad * (4.0 * e / ((1.0 + e) * (1.0 + e)))
+    r = 1.0 / (1.0 + e)  # both as in _tanh: computed once
+    return grad * (4.0 * e * r * r)
 
 
 @triton.jit
@@ -467,9 +478,9 @@ def _statistics_kernel(
         block 1   z z z z z z z z ...  VECTOR) an iteration  rebased on new maxima, added to
 
     so that the loop needs no reduction across threads; after it the lanes are merged.
-    GRADIENT, a second pass, in blocks of so many columns, from the row's end: what was read last is
-    still in the L2 cache, where a pass from the start would find each block just evicted. It reads
-    the same again and writes B, in all 3B, with a distribution 5B.
+    GRADIENT, a second pass, from the row's end: what was read last is still in the L2 cache, where
+    a pass from the start would find each block just evicted (1.8 ms for 1.3, 8192 x 128256). It
+    reads the same again and writes B, in all 3B, with a distribution 5B.
     Of a row without weight it reads the weights alone, and writes zeros (ZEROED: out has them).
     PARTIAL: the columns are a shard, from vocabulary column `first` on. x is not finished, and rows
     5 to 5 + K of stats get the labels' z, or -inf where the label is not here: see _merge_kernel.
@@ -496,8 +507,7 @@ def _statistics_kernel(
     tile = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     whole = V // BLOCK * BLOCK  # up to here no column needs a mask
     EVICT: tl.constexpr = "evict_last" if GRADIENT else ""
-    STAGES: tl.constexpr = 1 if O.lanes > 0 else 3  # two streams of loads gain by it, one loses
-    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, whole, BLOCK, num_stages=1):
         state = _statistics_block(row, start + tile, state, False, O, EVICT)
     if whole < V:
         state = _statistics_block(row, whole + tile, state, True, O, EVICT)
@@ -522,8 +532,8 @@ def _statistics_kernel(
         for start in range(whole, width, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             _gradient_block(row, out_ptr, columns, column, terms, state, True, O)
-        for start in range(0, whole, GRADIENT):
-            columns = whole - GRADIENT - start + tl.arange(0, GRADIENT)
+        for start in tl.range(0, whole, BLOCK, num_stages=1):
+            columns = whole - BLOCK - start + tl.arange(0, BLOCK)
             _gradient_block(row, out_ptr, columns, column, terms, state, False, O)
         if O.lanes > 1:
             tl.debug_barrier()  # another thread stored these columns
@@ -864,29 +874,24 @@ def launch_statistics(logits, target, w, o: Loss, gradient=False, out=None, zero
         out = logits.new_empty((N, width))
     form = o.form(K)
 
-    def choose():
-        # Measured on an H200, bf16 (bytes in a block, of the second pass if another, warps):
-        #   no gradient                               8192          8  1.06 of a read at copy speed
-        #   labels, rows under 128 KiB, no options   32768, 16384   8  80 registers: 3 programs a
-        #   labels, rows of 128 KiB and more         32768         32  multiprocessor; 32: 2, not 1
-        #   all others with a gradient               16384         16
-        # A second pass hopes for the L2 cache: few programs, few rows, so wide ones. Softcap and
-        # smoothing need registers: in the large blocks they spill.
-        item, labels = logits.element_size(), gradient and o.kind == "labels"
-        wide = labels and V * item >= 2**17
-        narrow = labels and not (wide or form.softcap or form.smoothed)
-        size = 8192 if not gradient else 32768 if narrow or wide else 16384
-        warps = 32 if wide else 8 if narrow or not gradient else 16
-        block = min(power_of_2(max(V, 32)), size // item)
-        second = gradient and block // (2 if narrow else 1)
-        few = 80 if narrow else 32 if wide and not (form.softcap or form.smoothed) else None
-        options = dict(maxnreg=few) if few and not ROCM else {}
-        options["num_warps"] = max(warps * block * item // size, 1)
-        return (form, partial, second, zeroed, block), options
-
+    # Measured on an H200, bf16 (bytes in a block, warps), against the logits' reads and writes:
+    #   no gradient                               8192   8  0.96
+    #   a gradient                               16384  16  V = 32000: 0.79, a teacher 0.97
+    #   of labels in rows of 128 KiB and more    32768  32  V = 128256: 0.87 (else 0.94)
+    # A second pass hopes for the L2 cache: few programs, few rows, so wide ones. With 32 registers
+    # two of the widest fit a multiprocessor; softcap and smoothing need more, and would spill.
+    item = logits.element_size()
+    wide = (gradient and o.kind == "labels" and V * item >= 2**17
+            and not (form.softcap or form.smoothed))
+    size, warps = (32768, 32) if wide else (16384, 16) if gradient else (8192, 8)
+    block = min(power_of_2(max(V, 32)), size // item)
+    options = dict(num_warps=max(warps * block * item // size, 1))
+    if wide and not ROCM:
+        options["maxnreg"] = 32
+    constants = form, partial, gradient, zeroed, block
     integers = logits.stride(0), target_stride, out.stride(0), V, width, first, K
     _launch(_statistics_kernel, N, (logits, target, w, stats, items, out), integers, o.numbers(),
-            (form, gradient, partial, zeroed, integers), choose)
+            (constants, integers), lambda: (constants, options))
     return stats, None if partial else items, out if gradient else None
 
 
