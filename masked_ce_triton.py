@@ -875,15 +875,17 @@ def launch_statistics(logits, target, w, o: Loss, gradient=False, out=None, zero
     form = o.form(K)
 
     # Measured on an H200, bf16 (bytes in a block, warps), against the logits' reads and writes:
-    #   no gradient                               8192   8  0.96
-    #   a gradient                               16384  16  V = 32000: 0.79, a teacher 0.97
-    #   of labels in rows of 128 KiB and more    32768  32  V = 128256: 0.87 (else 0.94)
+    #   no gradient                                8192   8  0.96
+    #   softcap, which is bound by arithmetic      8192   8  1.65 (16384: 1.74)
+    #   a gradient                                16384  16  V = 32000: 0.79, a teacher 0.97
+    #   of labels in rows of 128 KiB and more     32768  32  V = 128256: 0.87 (16384: 0.94)
     # A second pass hopes for the L2 cache: few programs, few rows, so wide ones. With 32 registers
-    # two of the widest fit a multiprocessor; softcap and smoothing need more, and would spill.
+    # two of the widest fit a multiprocessor.
     item = logits.element_size()
-    wide = (gradient and o.kind == "labels" and V * item >= 2**17
-            and not (form.softcap or form.smoothed))
-    size, warps = (32768, 32) if wide else (16384, 16) if gradient else (8192, 8)
+    wide = gradient and o.kind == "labels" and V * item >= 2**17 and not form.softcap
+    size, warps = (32768, 32) if wide else (16384, 16)
+    if form.softcap or not gradient:
+        size, warps = 8192, 8
     block = min(power_of_2(max(V, 32)), size // item)
     options = dict(num_warps=max(warps * block * item // size, 1))
     if wide and not ROCM:
@@ -907,10 +909,10 @@ def launch_gradient(logits, target, w, upstream, v, stats, o: Loss, out=None, fi
     if upstream is not None:
         strides[: upstream.dim()] = upstream.stride()
     v_stride = v.stride(0) if v is not None and v.dim() else 0
-    # One warp and 2048 bytes: 1.03 of a copy of the logits (H200, bf16, V = 128256 and 256000).
-    # An entropy's upstream needs registers: 2 warps 0.58 ms, 1 warp 0.70 (4096 x 128256). Several
-    # labels are looked at by each program, so there are fewer, larger ones.
-    size, warps = (8192, 4) if K > 1 else (2048, 1 if v is None else 2)
+    # Bytes in a block, warps (H200, bf16, against a copy of the logits, V = 128256): 1.05, with an
+    # entropy's upstream 1.10, with softcap 1.64 (one warp: 3.0). Several labels are looked at by
+    # each program, so there are fewer, larger ones.
+    size, warps = (16384, 8) if K > 1 else (2048, 2)
     block = min(power_of_2(max(width, 16)), size // logits.element_size())
     constants = o.form(K, upstream is not None, v is not None), block
     tensors = (logits, target, w, w if upstream is None else upstream, w if v is None else v, stats,
