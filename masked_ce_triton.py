@@ -1138,13 +1138,16 @@ class Rows:
         out = x.new_empty(self.n, x.shape[1], dtype=dtype)
         return launch_rows(x, self.index, self.w, out, items=items)
 
-    def gather_all(self, hidden, labels, dtype):
-        """-> hidden, labels and weights of the rows, in one launch."""
+    def gather_all(self, hidden, target, dtype):
+        """-> hidden, target and weights of the rows; labels and weights go with hidden's launch."""
+        if target.is_floating_point():  # the teacher's hidden states
+            return (self.gather_hidden(hidden, dtype), self.gather_hidden(target, dtype),
+                    self.gather(self.w))
         if self.index is None:
-            return self.gather_hidden(hidden, dtype), labels, self.w
-        n, labels = self.n, labels.contiguous()
-        moved = labels.new_empty(n, *labels.shape[1:]), self.w.new_empty(n, self.w.shape[1])
-        return self.gather_hidden(hidden, dtype, (labels, *moved)), *moved
+            return self.gather_hidden(hidden, dtype), target, self.w
+        n, target = self.n, target.contiguous()
+        moved = target.new_empty(n, *target.shape[1:]), self.w.new_empty(n, self.w.shape[1])
+        return self.gather_hidden(hidden, dtype, (target, *moved)), *moved
 
     def scatter_hidden(self, d, dtype):  # (n, H) -> (N, H), 0 where masked, NaN if max_kept is low
         if self.as_they_are:
@@ -1174,12 +1177,12 @@ def operands(o: Call, columns: slice, *heads):
 class Gradients:
     """grad_hidden of computed rows, grad_weight, grad_bias: those that are needed, else None."""
 
-    def __init__(self, o: Call, n, weight, hidden_dtype, weight_dtype):
+    def __init__(self, o: Call, needs, n, weight, hidden_dtype, weight_dtype):
         V, H = weight.shape
         empty = weight.new_zeros if o.here < V else weight.new_empty  # padding gets zeros
-        self.hidden = weight.new_empty(n, H, dtype=hidden_dtype) if o.needs[0] else None
-        self.weight = empty(V, H, dtype=weight_dtype) if o.needs[1] else None
-        self.bias = weight.new_zeros(V, dtype=o.math) if o.needs[2] else None
+        self.hidden = weight.new_empty(n, H, dtype=hidden_dtype) if needs[0] else None
+        self.weight = empty(V, H, dtype=weight_dtype) if needs[1] else None
+        self.bias = weight.new_zeros(V, dtype=o.math) if needs[2] else None
 
     def add(self, g, h, weight, rows, columns, more_columns=False, more_rows=False):
         """Multiplies out g, the gradient of logits [rows, columns]. more_columns: these rows have
@@ -1193,15 +1196,15 @@ class Gradients:
         if self.bias is not None:
             self.bias[columns] += g.sum(0, dtype=self.bias.dtype)
 
-    def finished(self, o: Call, rows: Rows, dtypes):
+    def finished(self, o: Call, rows: Rows, hidden, *head):
         """-> in their tensors' dtypes, grad_hidden of all rows and summed over ranks."""
         if self.hidden is not None:
             group, _ = o.shard()
             if group is not None:
                 torch.distributed.all_reduce(self.hidden, group=group)
-            self.hidden = rows.scatter_hidden(self.hidden, dtypes[0])
-        grads = self.hidden, self.weight, self.bias
-        return tuple(x if x is None else x.to(dtype) for x, dtype in zip(grads, dtypes))
+            self.hidden = rows.scatter_hidden(self.hidden, hidden.dtype)
+        grads = zip((self.weight, self.bias), head)
+        return self.hidden, *(None if grad is None else grad.to(x.dtype) for grad, x in grads)
 
 
 def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teacher_bias, w, index,
@@ -1214,25 +1217,20 @@ def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teache
                  g --GEMM with weight--> grad_hidden,  g^T --GEMM with hidden--> grad_weight
     """
     rows, teacher = Rows(o, hidden, w, index, count), teacher_weight is not None
-    n, size = rows.n, rows.size
-    plan = o.plan(n, size, hidden.shape[1])
+    n, size, plan = rows.n, rows.size, o.plan(rows.n, rows.size, hidden.shape[1])
+    early = plan == "early"
     if plan == "columns":  # forward holds as little as backward will
         size = min(size, max(2**28 // (max(o.each, 1) * o.logits_dtype.itemsize), 1))
-    if teacher:
-        h, t, w = (rows.gather_hidden(hidden, o.dtype), rows.gather_hidden(target, o.dtype),
-                   rows.gather(w))
-    else:
-        h, t, w = rows.gather_all(hidden, target, o.dtype)
-    logits = h.new_empty(min(n, size), o.here, dtype=o.logits_dtype)
+    h, t, w = rows.gather_all(hidden, target, o.dtype)
+    g = logits = h.new_empty(min(n, size), o.here, dtype=o.logits_dtype)
     teacher_logits = torch.empty_like(logits) if teacher else None
+    if early and o.logits_dtype != o.dtype:
+        g = h.new_empty(logits.shape)  # in place it would have the wrong dtype
     here = slice(0, o.here)
     W, b, teacher_W, teacher_b = operands(o, here, weight, bias, teacher_weight, teacher_bias)
-    grads, g_buffer = None, logits
-    if plan == "early":
-        grads = Gradients(o, n, weight, hidden.dtype if o.group is None else o.math,
-                          o.math if n > size else weight.dtype)
-        if o.logits_dtype != o.dtype:
-            g_buffer = h.new_empty(logits.shape)  # in place it would have the wrong dtype
+    grads = Gradients(o, o.needs if early else (False,) * 3, n, weight,
+                      hidden.dtype if o.group is None else o.math,
+                      o.math if n > size else weight.dtype)
     parts = []
     for start in range(0, max(n, 1), size):
         at, some = slice(start, start + size), slice(0, min(size, n - start))
@@ -1240,11 +1238,10 @@ def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teache
         z = gemm(part(logits, some), h_at, W.t(), b)
         if teacher:
             t_at = gemm(part(teacher_logits, some), t_at, teacher_W.t(), teacher_b)
-        stats, items, g = _statistics(
-            o, z, t_at, part(w, at), plan == "early", part(g_buffer, some))
-        parts.append((stats, items))
-        if plan == "early":
-            grads.add(g, h_at, W, at, here, more_rows=start > 0)
+        *part_results, g_at = _statistics(o, z, t_at, part(w, at), early, part(g, some))
+        parts.append(part_results)
+        grads.add(g_at, h_at, W, at, here, more_rows=start > 0)
+    stats, items = parts[0]
     if len(parts) > 1:
         stats, items = torch.cat([x for x, _ in parts], 1), torch.cat([x for _, x in parts])
     results = _results(o, items, stats)
@@ -1253,9 +1250,7 @@ def linear_forward(o: Call, hidden, weight, bias, target, teacher_weight, teache
     if o.traced:  # n is a secret of this pass, so it returns as many statistics as there are rows
         stats = torch.nn.functional.pad(stats, (0, rows.N - n))
     kept = (logits, teacher_logits, None if h is hidden else h) if plan == "logits" else (None,) * 3
-    dtypes = [x if x is None else x.dtype for x in (hidden, weight, bias)]
-    return (*results, stats, n, *kept,
-            *(grads.finished(o, rows, dtypes) if plan == "early" else (None,) * 3))
+    return *results, stats, n, *kept, *grads.finished(o, rows, hidden, weight, bias)
 
 
 def linear_backward(o: Call, hidden, weight, bias, target, teacher_weight, teacher_bias, w, index,
@@ -1280,7 +1275,8 @@ def linear_backward(o: Call, hidden, weight, bias, target, teacher_weight, teach
     if o.logits_dtype != o.dtype or kept and o.retain_graph:
         g = h.new_empty(n, width)
     in_parts = width < o.here or o.group is not None
-    grads = Gradients(o, n, weight, o.math if in_parts else hidden.dtype, weight.dtype)
+    grads = Gradients(
+        o, o.needs, n, weight, o.math if in_parts else hidden.dtype, weight.dtype)
     _, first = o.shard()
     for start in range(0, max(o.here, 1), width):
         columns = slice(start, min(start + width, o.here))
@@ -1295,7 +1291,7 @@ def linear_backward(o: Call, hidden, weight, bias, target, teacher_weight, teach
             gemm(t_here, t, teacher_W.t(), teacher_b)
         launch_gradient(z, t_here, w, upstream, v, stats, o.loss, g_here, first + start)
         grads.add(g_here, h, W, slice(0, n), columns, more_columns=start > 0)
-    return grads.finished(o, rows, [x if x is None else x.dtype for x in (hidden, weight, bias)])
+    return grads.finished(o, rows, hidden, weight, bias)
 
 
 # ----------------------------------------------------------------------------------------- autograd
