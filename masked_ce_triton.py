@@ -796,44 +796,42 @@ ROCM = torch.version.hip is not None
 # only versions that the tests ran with. A wrong guess would compute garbage, silently.
 FAST_LAUNCH = ("3.6.", "3.9.")
 fast_launch = triton.__version__.startswith(FAST_LAUNCH)
-_compiled = {}  # key of _launch -> the compiled kernel and its constants
+_compiled = {}  # key of _launch -> the compiled kernel
 
 
-def _launch(kernel, grid: int, tensors, integers, floats, key, choose) -> None:
-    """kernel[(grid,)](*tensors, *integers, *floats, *constants, **options), where choose() gives
-    the constants and options.
+def _launch(kernel, grid: int, tensors, integers, floats, constants, seen, **options) -> None:
+    """kernel[(grid,)](*tensors, *integers, *floats, *constants, **options).
 
     Triton compiles a kernel for each combination of: device; the tensors' dtypes; whether an
     address, or an integer, is a multiple of 16; whether an integer is 1 or needs 64 bits; the
     constants. (float64 arguments make no difference.) To find that out takes Triton longer than
     many of these kernels run, so _compiled keeps what it compiled under a key of the same facts,
-    and a compiled kernel takes addresses for tensors. `key` holds integers and constants.
+    and a compiled kernel takes addresses for tensors. `seen`: the integers, or what _seen says of
+    them. The options follow from constants and `seen`.
     """
     if not grid:
         return
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return _launch(kernel, grid, tensors, integers, floats, key, choose)
+            return _launch(kernel, grid, tensors, integers, floats, constants, seen, **options)
     if not fast_launch:
-        constants, options = choose()
         kernel[(grid,)](*tensors, *integers, *floats, *constants, **options)
         return
     addresses = [x.data_ptr() for x in tensors]
-    key = (kernel.__name__, device, key, *[x % 16 for x in addresses], *[x.dtype for x in tensors])
+    key = (kernel.__name__, device, constants, seen, *[x % 16 for x in addresses],
+           *[x.dtype for x in tensors])
     if ROCM:  # there Triton also looks whether 32 bits reach all of a tensor
         key += tuple(x.untyped_storage().nbytes() < 2**31 for x in tensors)
-    known = _compiled.get(key)
-    if known is not None:
-        compiled, constants = known
+    compiled = _compiled.get(key)
+    if compiled is not None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)  # or Triton looks it up
         compiled[(grid, 1, 1)](*addresses, *integers, *floats, *constants, stream=stream)
         return
-    constants, options = choose()
     compiled = kernel[(grid,)](*tensors, *integers, *floats, *constants, **options)
     # Not of the interpreter, and not while Triton still compiles in the background.
     if isinstance(compiled, triton.compiler.CompiledKernel):
-        _compiled[key] = compiled, constants
+        _compiled[key] = compiled
 
 
 def _seen(n: int):
@@ -893,7 +891,7 @@ def launch_statistics(logits, target, w, o: Loss, gradient=False, out=None, zero
     constants = form, partial, gradient, zeroed, block
     integers = logits.stride(0), target_stride, out.stride(0), V, width, first, K
     _launch(_statistics_kernel, N, (logits, target, w, stats, items, out), integers, o.numbers(),
-            (constants, integers), lambda: (constants, options))
+            constants, integers, **options)
     return stats, None if partial else items, out if gradient else None
 
 
@@ -920,7 +918,7 @@ def launch_gradient(logits, target, w, upstream, v, stats, o: Loss, out=None, fi
     integers = (logits.stride(0), target_stride, *strides, v_stride, out.stride(0), V, width, first,
                 K)
     _launch(_gradient_kernel, N * -(-width // block), tensors, integers, o.numbers(),
-            (constants, integers), lambda: (constants, dict(num_warps=warps)))
+            constants, integers, num_warps=warps)
     return out
 
 
@@ -929,20 +927,18 @@ def launch_merge(parts, w, o: Loss):
     (shards, rows, N), K = parts.shape, parts.shape[1] - 5
     parts, w = parts.contiguous(), w.contiguous()
     stats, items = w.new_empty((5, N)), w.new_empty((N, K))
-    form = o.form(K)
-    _launch(_merge_kernel, N, (parts, w, stats, items), (shards, K), o.numbers(),
-            (form, shards, K), lambda: ((form,), dict(num_warps=1)))
+    _launch(_merge_kernel, N, (parts, w, stats, items), (shards, K), o.numbers(), (o.form(K),),
+            (shards, K), num_warps=1)
     return stats, items
 
 
 def launch_scale(grads, upstream, in_place):
-    """Up to three tensors times upstream (0-dim), 0 where they are 0 -> the products."""
-    outs = grads if in_place else [torch.empty_like(x) for x in grads]
-    missing = 3 - len(grads)
-    sizes = [*[x.numel() for x in grads], *[0] * missing]
-    tensors = (*grads, *[upstream] * missing, *outs, *[upstream] * missing, upstream)
-    _launch(_scale_kernel, min(-(-max(sizes) // 8192), 2048), tensors, sizes, (),
-            (in_place, *[_seen(n) for n in sizes]), lambda: ((in_place, 8192), dict(num_warps=8)))
+    """Three tensors, or None, times upstream (0-dim), 0 where they are 0 -> the products."""
+    outs = grads if in_place else [x if x is None else torch.empty_like(x) for x in grads]
+    sizes = [0 if x is None else x.numel() for x in grads]
+    tensors = [upstream if x is None else x for x in (*grads, *outs, upstream)]
+    _launch(_scale_kernel, min(-(-max(sizes) // 8192), 2048), tensors, sizes, (), (in_place, 8192),
+            tuple(map(_seen, sizes)), num_warps=8)
     return outs
 
 
@@ -968,8 +964,8 @@ def launch_prepare(target, loss_mask, shape, ignore_index, vocab_size, reduction
     number = 1.0 if divisor != "number" else float(num_items)
     _launch(_prepare_kernel, 1 if out is None else 1 + N, tensors,
             (ignore_index, vocab_size, limit, N, K, V), (number,),
-            (constants, ignore_index, vocab_size, _seen(limit), _seen(N), K, V),
-            lambda: (constants, dict(num_warps=min(block // 256, 32))))
+            constants, (ignore_index, vocab_size, _seen(limit), _seen(N), K, V),
+            num_warps=min(block // 256, 32))
     return w, index, count
 
 
@@ -982,7 +978,7 @@ def launch_rows(x, index, w, out, scatter=False, items=None):
     x = _rows(x)
     tensors = (x, w, w if index is None else index, out, *(items or (w, w, w)))
     _launch(_rows_kernel, N if scatter else n, tensors, (n, H, K, x.stride(0)), (),
-            (constants, _seen(n), H, K, x.stride(0)), lambda: (constants, dict(num_warps=4)))
+            constants, (_seen(n), H, K, x.stride(0)), num_warps=4)
     return out
 
 
@@ -1359,14 +1355,12 @@ def gradients(ctx, upstream, v, *_):
 def scaled(o: Call, grads, upstream):
     """Early gradients, or None, times the upstream one; in place an upstream of 1, the usual one,
     is free. 0 stays 0 even times inf."""
-    made = [x for x in grads if x is not None]
     if o.traced:
-        made = [torch.where(x == 0, 0.0, x.to(upstream.dtype) * upstream).to(x.dtype) for x in made]
-    else:
-        made = launch_scale(made, upstream, not o.retain_graph)
-    made = iter(made)
+        return [x if x is None else torch.where(
+            x == 0, 0.0, x.to(upstream.dtype) * upstream).to(x.dtype) for x in grads]
+    outs = launch_scale(grads, upstream, not o.retain_graph)
     # .data: with a version of its own, for it is given away
-    return [None if x is None else next(made).data for x in grads]
+    return [x if x is None else x.data for x in outs]
 
 
 class Losses(torch.autograd.Function):

@@ -567,6 +567,27 @@ def test_fault_5_long_sums(api, dtype, reduction, x, few):
         close(gradients(loss, W)[0], [[-right], [right]])
 
 
+@pytest.mark.parametrize("K, reduction", [(1, "mean"), (1, "sum"), (3, "mean")])
+def test_weights_of_many_items(triton_api, K, reduction):
+    """Counted over more than one block of the kernel that prepares them."""
+    N, V = 8200, 5
+    labels = torch.randint(V, (N, K), device=DEVICE)
+    labels[torch.rand(N, K) < 0.5] = IGN
+    mask = 10 * torch.rand(N, K, device=DEVICE)
+    mask[torch.rand(N, K) < 0.3] = 0
+    x, o = torch.zeros(N, V, device=DEVICE), dict(ignore_index=IGN, reduction=reduction)
+    v = masked_ce.check_vocabulary("logits", FLOAT, V, None, None)
+    _, right = masked_ce.call_items(x, labels, mask, v, **o)
+    keep = (right != 0).any(1).nonzero()[:, 0]
+    for max_kept in (len(keep), len(keep) - 1):
+        w, index, count = triton_api.launch_prepare(
+            labels, mask, (N, K), IGN, V, reduction, None, max_kept, None, FLOAT, x.device)
+        wanted = right if max_kept == len(keep) else torch.where(right != 0, nan, 0.0)
+        same(w, wanted, rtol=1e-6)
+        assert count == len(keep) and torch.equal(index[: len(keep)], keep)
+        assert torch.equal(index.sort()[0], torch.arange(N, device=DEVICE))
+
+
 @pytest.mark.parametrize("layout", [
     lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
     lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
