@@ -52,7 +52,9 @@ def shift_labels(
     >>> shift_labels(torch.tensor([5, 6, 7, 8, 9]), cu_seqlens=torch.tensor([0, 3, 5])).tolist()
     [6, 7, -100, 9, -100]
     """
-    check_tensor("labels", labels, getattr(labels, "shape", ()) or (ANY,))
+    check_tensor("labels", labels, (...,))
+    if labels.dim() == 0:
+        raise ValueError(f"labels must have an axis of tokens, got shape {tuple(labels.shape)}")
     is_mask = labels.is_floating_point() or labels.dtype == torch.bool
     if not is_mask:
         check_ignore_index(ignore_index, labels.dtype)
@@ -85,8 +87,8 @@ def token_weights(
     [[0.25, 0.25], [0.5, 0.0]]
     """
     check_options(reduction=reduction)
-    a = mask_values("keep", keep)
-    w = item_weights(a, a.shape, reduction, cu_seqlens, num_items, process_group)
+    check_mask("keep", keep, (...,))
+    w = item_weights(keep.double(), keep.shape, reduction, cu_seqlens, num_items, process_group)
     return w.to(math_dtype(keep.dtype))
 
 
@@ -101,7 +103,8 @@ def count_items(
     """
     if reduction not in ("mean", "sample_mean"):
         raise ValueError(f"reduction must be 'mean' or 'sample_mean', got {reduction!r}")
-    a = mask_values("keep", keep)
+    check_mask("keep", keep, (...,))
+    a = keep.double()  # exact: in bfloat16 257 ones sum to 256
     offsets, valid = sample_offsets(a, a.shape, cu_seqlens)
     if reduction == "mean":
         count = a.sum() if keep.is_floating_point() else a.sum().long()
@@ -111,12 +114,6 @@ def count_items(
     return sum_over_ranks(count, process_group)
 
 
-def mask_values(name: str, mask: Tensor) -> Tensor:
-    """A copy in float64, in which counts are exact (in bfloat16 257 ones sum to 256)."""
-    check_mask(name, mask, getattr(mask, "shape", ()))
-    return mask.to(torch.float64, copy=True).contiguous()
-
-
 def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=None) -> Tensor:
     """w of each item, in float64, from a: an item is a token, or one of its K labels, where a has
     one dimension more than `tokens`."""
@@ -124,15 +121,15 @@ def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=
     offsets, valid = sample_offsets(a, tokens, cu_seqlens)
     if reduction in ("sum", "none"):
         return torch.where(valid, a, NAN)
-    wrong = ~((0 <= a) & (a < INF))
+    wrong, K = ~((0 <= a) & (a < INF)), labels_per_token(a, tokens)
     check_values(wrong, lambda i: f"{reduction!r} takes token weights from 0 up, "
-                                  f"got {a.flatten()[i].item()} at token {i}")
+                                  f"got {a.flatten()[i].item()} at token {i // K}")
     if reduction == "mean":
         share, divisor = a, sum_over_ranks(a.sum(), group)
     else:
         sums = sum_over_ranks(sample_sums(a, offsets), group)
         own_sum = sums.repeat_interleave(offsets.diff(), output_size=a.numel())
-        share = a / own_sum.view(a.shape)  # 0 / 0 where a sample keeps nothing: left out below
+        share = a / own_sum.view(a.shape)  # 0 / 0 where a sample keeps nothing: 0 below
         divisor = (sums != 0).sum()
     if isinstance(num_items, Tensor):
         divisor = num_items.to(a.device, torch.float64)  # from another device: it may sync
@@ -145,19 +142,23 @@ def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=
     return torch.where(valid & ~wrong & ~out_of_range, w, NAN)
 
 
+def labels_per_token(items: Tensor, tokens: torch.Size) -> int:
+    return items.shape[-1] if items.dim() > len(tokens) else 1
+
+
 def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
     """-> offsets (samples + 1,): where each sample begins among a's items, of which a token has K,
     and at last their number; and a 0-dim bool: are cu_seqlens right? A sample is an index of the
     first dimension of `tokens`, all of a 1-D one, or a segment that cu_seqlens cut out of the
     flattened tokens."""
-    K = a.shape[-1] if a.dim() > len(tokens) else 1
+    K = labels_per_token(a, tokens)
     n = a.numel() // K  # (tokens.numel() would make torch.export take it for a constant)
     if cu_seqlens is None:
         samples = tokens[0] if len(tokens) > 1 else 1
         offsets = torch.arange(samples + 1, device=a.device) * (n // max(samples, 1))
         return offsets * K, torch.ones((), dtype=torch.bool, device=a.device)
     check_tensor("cu_seqlens", cu_seqlens, (ANY,), INTS, a.device)
-    if len(cu_seqlens) < 2 and n:
+    if len(cu_seqlens) < (2 if n else 1):
         raise ValueError(f"cu_seqlens must be (samples + 1,), got {tuple(cu_seqlens.shape)}")
     wrong = torch.cat([cu_seqlens[:1] != 0, cu_seqlens[1:] < cu_seqlens[:-1]])
     wrong[-1] |= cu_seqlens[-1] != n
@@ -170,8 +171,11 @@ def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
 
 
 def sample_sums(a: Tensor, offsets: Tensor) -> Tensor:  # -> (samples,)
-    """Added in a fixed order, unlike index_add_. unsafe leaves out a check that would sync."""
-    return torch.segment_reduce(a.reshape(-1), "sum", offsets=offsets, unsafe=True, initial=0)
+    """segment_reduce adds the items between two offsets, in an order that is always the same.
+    initial: what a sample without items sums to. unsafe: no check of the offsets, which would wait
+    for the GPU; sample_offsets has seen to them."""
+    items = a.reshape(-1).contiguous()
+    return torch.segment_reduce(items, "sum", offsets=offsets, initial=0, unsafe=True)
 
 
 def sum_over_ranks(x: Tensor, group) -> Tensor:
@@ -205,15 +209,19 @@ def expected(p: Tensor, x: Tensor) -> Tensor:  # (n, V), (n, V) -> (n, 1)
 
 
 def transformed(logits: Tensor, softcap=None, temperature=1.0) -> Tensor:
-    """z, in float32 (float64 stays). 1R 1W; softcap and its slope, as written, about 10R 10W"""
+    """z, in float32 (float64 stays). 1R 1W, with softcap about 10R 10W"""
     z = logits.to(math_dtype(logits.dtype))
     if softcap is not None:
-        # tanh |x| = 1 - 2 e / (1 + e) with e = exp(-2 |x|): of that, autograd makes the slope of e,
-        # which keeps its digits where 1 - tanh^2, near saturation, rounds to 0
-        x = z / softcap
-        e = torch.exp(-2 * x.abs())
-        z = softcap * torch.where(x.abs() < 1, torch.tanh(x), x.sign() * (1 - 2 * e / (1 + e)))
+        z = softcap * tanh(z / softcap)
     return z if temperature == 1 else z / temperature
+
+
+def tanh(x: Tensor) -> Tensor:
+    """torch.tanh with a better gradient: where tanh rounds to 1, its own slope 1 - tanh^2 is 0.
+    There we take tanh |x| = 1 - 2 s with s = sigmoid(-2 |x|), small and so with all its digits;
+    autograd's slope of it is 4 s (1 - s)."""
+    saturated = x.sign() * (1 - 2 * torch.sigmoid(-2 * x.abs()))
+    return torch.where(x.abs() < 1, torch.tanh(x), saturated)
 
 
 def label_losses(
@@ -290,14 +298,15 @@ BLOCK = 65536  # columns of logits that one GEMM makes
 def head_logits(weight: Tensor, bias: Optional[Tensor], v: "Vocabulary", logits_dtype=None):
     """-> a function: rows (n, H) -> logits (n, V), F.linear in blocks of columns.
 
-    Of a head that learns it takes a copy, for three reasons: in float32, so that autograd sums the
-    gradients of all chunks in float32; in blocks, because each block's gradient is held in two
-    dtypes while it is added; and even if it is float32 already, so that backward, which computes
-    logits again, computes what forward did, whatever has been done to the weight since.
-    Autocast is off inside, and its rounding done by hand: it would round float32 logits, too.
+    A head that learns is copied first, into float32 blocks:
+    - float32, because autograd adds up the gradients of all chunks in the copy's dtype
+    - blocks, because a gradient that is added needs its memory twice: now only a block's
+    - a copy even of float32, because backward computes logits again, and must find the weight that
+      forward used, even if an optimizer has changed it since
     """
     def blocks(x):
-        x = x if len(x) == v.here else x[: v.here]  # padding, which may hold NaN, meets no GEMM
+        if len(x) > v.here:  # (to slice all of it would cost backward a copy)
+            x = x[: v.here]  # padding, which may hold NaN, meets no GEMM
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x.split(BLOCK)
         return [block.to(math_dtype(x.dtype), copy=True) for block in x.split(BLOCK)]
@@ -307,12 +316,13 @@ def head_logits(weight: Tensor, bias: Optional[Tensor], v: "Vocabulary", logits_
 
     def logits(rows):
         autocast = autocast_dtype(rows)
-        operands = autocast or rows.dtype
-        result = torch.promote_types(operands, logits_dtype or operands)
+        gemm_dtype = autocast or rows.dtype
+        out_dtype = torch.promote_types(gemm_dtype, logits_dtype or gemm_dtype)
 
-        def cast(x):  # rounds as autocast would; for float32 logits widens again
-            return None if x is None else x.to(operands).to(result)
+        def cast(x):  # rounded to gemm_dtype; F.linear's result has the dtype that it is given
+            return None if x is None else x.to(gemm_dtype).to(out_dtype)
 
+        # autocast, which would round float32 logits, is off here: cast does its work
         with torch.autocast(rows.device.type, enabled=False) if autocast else nullcontext():
             parts = [F.linear(cast(rows), cast(w), cast(b)) for w, b in zip(weights, biases)]
         return whole_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), v)
@@ -338,58 +348,63 @@ def whole_chunks(keep: Tensor, size: int) -> Tensor:
 
 
 def kept_rows(keep: Tensor, skip: str, size: int, max_kept=None) -> Optional[Tensor]:
-    """The rows to compute, (n,) int64; None for all of them. size: rows in a chunk."""
+    """The indices of the rows to compute, or None for all of them. size: rows in a chunk."""
     if skip == "none":
         return None
-    if max_kept is not None:  # if fewer are kept, masked rows fill up; one row at least, to be NaN
-        return kept_first(keep)[: max(max_kept, 1)]
+    if max_kept is not None:  # where fewer are kept, masked rows fill up
+        return kept_first(keep)[: max(max_kept, 1)]  # 1: if one is kept all the same, it gives NaN
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=f"skip={skip!r} reads how many rows are kept. For one full "
                                       "graph give max_kept, or skip='none'")
-    elif keep.is_meta or hasattr(keep, "fake_mode"):  # these hold no values
+    elif keep.is_meta or hasattr(keep, "fake_mode"):  # tensors with a shape but no values
         return None
-    keep = whole_chunks(keep, size) if skip == "chunks" else keep
+    if skip == "chunks":
+        keep = whole_chunks(keep, size)
     return keep.nonzero()[:, 0]  # the one host sync
 
 
-def in_chunks(row_losses, w, hidden, others, limit, *, group=None, skip="rows", max_kept=None,
-              recompute=False, **_):
-    """row_losses(w, hidden, others) in chunks of up to `limit` rows -> a list of tensors (N, ...).
-
-    All chunks but the last are checkpointed: their logits are freed, and backward, which begins
-    with the last, computes them again. So no more than the logits of one chunk are ever held.
-    """
+def on_kept_rows(chunk_losses, hidden, targets, w, limit, *, group=None, skip="rows",
+                 max_kept=None, recompute=False, **_) -> list[Tensor]:  # (N, ...) each
+    """chunk_losses(hidden, targets, w) of the rows that `skip` chooses, in chunks of up to `limit`
+    rows; 0 in all other rows."""
     N, keep, too_many = w.shape[0], (w != 0).any(1), None
     if max_kept is not None:  # if more are kept: NaN for all of them, here for their gradients
         too_many = keep & (keep.sum() > max_kept)
         hidden = hidden * torch.where(too_many, NAN, 1.0)[:, None].to(hidden.dtype)
     size = chunk_rows(N, limit)
-    rows, index = [w, hidden, others], kept_rows(keep, skip, size, max_kept)
+    index = kept_rows(keep, skip, size, max_kept)
     if index is not None:
-        rows = [x.index_select(0, index) for x in rows]
-        size = chunk_rows(index.shape[0], limit) if skip == "rows" else size
-    chunks = []
-    for chunk_w, *tensors in zip(*(x.split(size) for x in rows)):
-        # a masked row that is computed all the same holds 0 before any GEMM
-        chunks.append([chunk_w, *(
-            selected(x, chunk_w) if x.is_floating_point() else x for x in tensors)])
+        hidden, targets, w = (x.index_select(0, index) for x in (hidden, targets, w))
+        size = chunk_rows(w.shape[0], limit) if skip == "rows" else size
+    # masked rows that are computed all the same hold 0 before any GEMM
+    hidden = selected(hidden, w)
+    if targets.is_floating_point():  # the teacher's hidden states
+        targets = selected(targets, w)
+    results = in_chunks(chunk_losses, hidden, targets, w, size, recompute, group)
+    if index is not None:
+        results = [x.new_zeros(N, *x.shape[1:]).index_copy(0, index, x) for x in results]
+    if too_many is not None:  # (x.t(): the rows last, where the condition has them)
+        results = [x if x.dtype == torch.bool else torch.where(too_many, NAN, x.t()).t()
+                   for x in results]
+    return results
 
-    freed = functools.partial(checkpoint, row_losses, use_reentrant=False, preserve_rng_state=False)
+
+def in_chunks(chunk_losses, hidden, targets, w, size, recompute, group) -> list[Tensor]:
+    """chunk_losses of `size` rows at a time.
+
+    Under `checkpoint` a chunk's logits are freed after forward, and backward computes them again.
+    It begins with the last chunk, whose logits forward can as well keep (unless recompute says no).
+    """
+    freed = functools.partial(
+        checkpoint, chunk_losses, use_reentrant=False, preserve_rng_state=False)
     if group is not None and not hidden.requires_grad:
-        # To compute again is to gather again, on all ranks. But where hidden learns nothing, a rank
-        # whose head is frozen runs no backward, and the others would wait for it.
-        freed = row_losses
-    parts = [freed(*chunk) for chunk in chunks[:-1]]
-    parts.append((freed if recompute else row_losses)(*chunks[-1]))
-
-    def all_rows(x):  # from the computed ones
-        if index is not None:
-            x = x.new_zeros(N, *x.shape[1:]).index_copy(0, index, x)
-        if too_many is not None and x.dtype != torch.bool:
-            x = torch.where(too_many.view(N, *[1] * (x.dim() - 1)), NAN, x)
-        return x
-
-    return [all_rows(torch.cat(part)) for part in zip(*parts)]
+        # Logits over ranks cannot be freed here: to compute them again all ranks must gather, but
+        # where hidden learns nothing, a rank with a frozen head runs no backward.
+        freed = chunk_losses
+    *chunks, last = zip(hidden.split(size), targets.split(size), w.split(size))
+    parts = [freed(*chunk) for chunk in chunks]
+    parts.append(freed(*last) if recompute else chunk_losses(*last))
+    return [torch.cat(part) for part in zip(*parts)]
 
 
 # --------------------------------------------------------- 4 a vocabulary that is split over ranks
@@ -409,9 +424,10 @@ class GatherColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):  # (n, each) -> (n, ranks * each)
-        ctx.own = group.rank() * x.shape[1], x.shape[1]
+        x = x.contiguous()
+        ctx.own = group.rank() * x.shape[1], x.shape[1]  # first column, columns
         parts = [torch.empty_like(x) for _ in range(group.size())]
-        distributed.all_gather(parts, x.contiguous(), group=group)
+        distributed.all_gather(parts, x, group=group)
         return torch.cat(parts, 1)
 
     @staticmethod
@@ -464,7 +480,7 @@ def on_every_rank(group, check):
 
 
 # --------------------------------------------------------------------------------------- 5 checks
-ANY = None  # in a shape: any size but 0
+ANY = "any size"  # in a shape, where `...` stands for any leading sizes
 CHOICES = {
     "reduction": ("mean", "sum", "none", "sample_mean"), "skip": ("rows", "chunks", "none"),
     "target_format": ("probabilities", "logits"), "logits_dtype": (None, torch.float32),
@@ -504,26 +520,29 @@ def check_tensor(name: str, x, shape, dtypes=None, device=None) -> None:
                         "shard of the vocabulary, or let a module's hooks gather it (FSDP)")
     if dtypes and x.dtype not in dtypes:
         raise TypeError(f"{name} must be of {dtypes}, got {x.dtype}")
-    sizes = zip(x.shape, shape)
-    if x.dim() != len(shape) or any(n == 0 if m is ANY else n != m for n, m in sizes):
-        shape = tuple("any size" if m is ANY else m for m in shape)
-        raise ValueError(f"{name} must be of shape {shape}, got {tuple(x.shape)}")
+    sizes = tuple(shape)
+    if sizes and sizes[0] is ...:
+        sizes = (*x.shape[: max(x.dim() - len(sizes) + 1, 0)], *sizes[1:])
+    if x.dim() != len(sizes) or any(m is not ANY and m != n for m, n in zip(sizes, x.shape)):
+        shape = ", ".join("..." if m is ... else str(m) for m in shape)
+        raise ValueError(f"{name} must be of shape ({shape}), got {tuple(x.shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, as the rest is, got {x.device}")
 
 
 def check_values(wrong: Tensor, message) -> None:
-    """ValueError(message(first place that is wrong)), on CPU. On an accelerator to read them is
-    a sync, and what is traced, fake or under vmap has none (torch.equal raises): there the callers
-    make NaN."""
+    """ValueError(message(i)) if wrong is True anywhere; i is the first place, of wrong.flatten().
+
+    Only where values can be read for nothing. On an accelerator that would make the host wait, and
+    while a graph is traced there are none: then nothing is raised, and the callers make NaN."""
     if wrong.device.type != "cpu" or torch.compiler.is_compiling():
         return
     try:
-        if torch.equal(wrong, torch.zeros_like(wrong)):
-            return
-    except RuntimeError:
+        fine = torch.equal(wrong, torch.zeros_like(wrong))
+    except RuntimeError:  # a fake tensor's, or under torch.func.vmap
         return
-    raise ValueError(message(int(wrong.flatten().nonzero()[0])))
+    if not fine:
+        raise ValueError(message(int(wrong.flatten().nonzero()[0])))
 
 
 def check_mask(name: str, mask, shape, device=None) -> None:
@@ -557,21 +576,20 @@ def check_num_items(num_items, reduction):
     if not isinstance(num_items, Tensor):
         check_options(num_items=num_items)
         return num_items
-    one = num_items.numel() == 1 or num_items.dim() == 2 and num_items.shape[1] == 1
+    one = num_items.numel() == 1 or (num_items.dim() == 2 and num_items.shape[1] == 1)
     real = num_items.dtype != torch.bool and not num_items.is_complex()
     if not (one and real) or num_items.numel() == 0 or num_items.requires_grad:
         raise ValueError(f"num_items must be one number without grad, got {num_items!r:.200}")
     return num_items.reshape(-1)[0] if num_items.dim() else num_items
 
 
-def check_head(names, hidden, weight, bias, tokens, rows=None, device=None) -> None:
-    """rows: of the weight; where they are not given, its own."""
+def check_head(names, hidden, weight, bias, tokens=(...,), columns=ANY, device=None) -> None:
+    """Hidden states and their head, which has a row of weight for each column of logits."""
     check_tensor(names[0], hidden, (*tokens, ANY), FLOATS, device)
-    dtypes = FLOATS if autocast_dtype(hidden) else (hidden.dtype,)
-    rows = rows or getattr(weight, "shape", ())[:1] or (ANY,)
-    check_tensor(names[1], weight, (*rows, hidden.shape[-1]), dtypes, hidden.device)
+    dtypes = (hidden.dtype,) if autocast_dtype(hidden) is None else FLOATS
+    check_tensor(names[1], weight, (columns, hidden.shape[-1]), dtypes, hidden.device)
     if bias is not None:
-        check_tensor(names[2], bias, rows, dtypes, hidden.device)
+        check_tensor(names[2], bias, weight.shape[:1], dtypes, hidden.device)
 
 
 def check_vocabulary(name, dtype, held: int, vocab_size, group) -> Vocabulary:
@@ -580,7 +598,7 @@ def check_vocabulary(name, dtype, held: int, vocab_size, group) -> Vocabulary:
     size = held * ranks if vocab_size is None else vocab_size
     each = -(-size // ranks)  # as torch.chunk splits
     here = min(max(size - rank * each, 0), each)
-    if size == 0 or held < here or group is not None and held not in (here, each):
+    if size == 0 or held < here or (group is not None and held not in (here, each)):
         raise ValueError(f"vocab_size={vocab_size}: rank {rank} of {ranks} has {here} columns, "
                          f"{each} with padding, but its {name} has {held}")
     return Vocabulary(size, each, here, dtype, group)
@@ -589,30 +607,29 @@ def check_vocabulary(name, dtype, held: int, vocab_size, group) -> Vocabulary:
 def check_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_size=None,
                vocab_group=None, cu_seqlens=None, num_items=None, **options) -> Vocabulary:
     """All that can be wrong with a call but for the values in its tensors; cu_seqlens and num_items
-    are checked where they are used. x: logits, or hidden states, then with head = (weight, bias).
-    Labels have an ignore_index, distributions have none."""
+    are checked where they are used. x: logits; or hidden states, then head is (weight, bias)."""
+    has_labels = "ignore_index" in options  # or a distribution for a target
     check_options(vocab_size=vocab_size, **options)
     if options.get("max_kept") is not None and options.get("skip", "rows") != "rows":
         raise ValueError(f"max_kept={options['max_kept']} goes with skip='rows', "
                          f"got skip={options['skip']!r}")
-    shape = getattr(x, "shape", ())
-    items = tokens = shape[:-1]
     if head is None:
-        check_tensor("logits", x, shape or (ANY,), FLOATS)
-        v = check_vocabulary("logits", x.dtype, shape[-1], vocab_size, vocab_group)
+        check_tensor("logits", x, (..., ANY), FLOATS)
+        v = check_vocabulary("logits", x.dtype, x.shape[-1], vocab_size, vocab_group)
     else:
-        check_head(("hidden", "linear_weight", "linear_bias"), x, *head, tokens)
+        check_head(("hidden", "linear_weight", "linear_bias"), x, *head)
         v = check_vocabulary("linear_weight", x.dtype, len(head[0]), vocab_size, vocab_group)
-    if "ignore_index" in options:
-        if isinstance(target, Tensor) and target.dim() == x.dim():  # several labels a token
-            items = (*tokens, target.shape[-1] or ANY)
+    items = tokens = x.shape[:-1]
+    if has_labels:
+        if isinstance(target, Tensor) and target.dim() == x.dim():
+            items = (*tokens, target.shape[-1] or 1)  # several labels a token
         check_tensor("target", target, items, INTS, x.device)
         check_ignore_index(options["ignore_index"], target.dtype)
     elif head is None:
-        check_tensor("target", target, shape, FLOATS, x.device)
+        check_tensor("target", target, x.shape, FLOATS, x.device)
     else:
         names = "teacher_hidden", "teacher_weight", "teacher_bias"
-        check_head(names, target, *teacher_head, tokens, head[0].shape[:1], x.device)
+        check_head(names, target, *teacher_head, tokens, len(head[0]), x.device)
     if loss_mask is not None:
         check_mask("loss_mask", loss_mask, items, x.device)
     return v
@@ -620,20 +637,21 @@ def check_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_size
 
 def call_items(x, target, loss_mask, v: Vocabulary, *, ignore_index=None, reduction=None,
                cu_seqlens=None, num_items=None, **_):
-    """-> labels (N, K) in [0, V), or None for a distribution; w (N, K): 0 where masked, NaN where
-    a label is wrong. Log-probabilities have no reduction: 1 where kept."""
-    tokens = x.shape[:-1]
-    a = torch.ones(tokens, dtype=torch.float64, device=x.device)
-    if ignore_index is not None:
+    """After check_call -> labels (N, K) in [0, V), or None for a distribution; and w (N, K): 0
+    where masked, NaN where a label is wrong."""
+    tokens, has_labels = x.shape[:-1], ignore_index is not None
+    if has_labels:
         a = (target != ignore_index).double()
+    else:
+        a = torch.ones(tokens, dtype=torch.float64, device=x.device)
     if loss_mask is not None:
-        a = torch.where(a != 0, mask_values("loss_mask", loss_mask), 0.0)
-    w = (a != 0).double()
-    if reduction is not None:
+        a = torch.where(a != 0, loss_mask.double(), 0.0)
+    if reduction is None:  # log-probabilities are kept or not, and not weighted
+        w = (a != 0).double()
+    else:
         w = item_weights(a, tokens, reduction, cu_seqlens, num_items)
-    K = a.shape[-1] if a.dim() == x.dim() else 1
-    labels = None
-    if ignore_index is not None:
+    K, labels = labels_per_token(a, tokens), None
+    if has_labels:
         known = (0 <= target) & (target < v.size)
         wrong = (w != 0) & ~known
         check_values(wrong, lambda i: f"label {target.flatten()[i].item()} at token {i // K} must "
@@ -669,33 +687,39 @@ def given_logits(row_losses, logits, target, loss_mask, **options):
     """`row_losses` of all rows at once, reduced."""
     v, labels, w = checked_call(logits, target, loss_mask, **options)
 
-    def rows(x):
+    def rows(x):  # (..., V) -> (N, V)
         return selected(whole_rows(x.reshape(w.shape[0], x.shape[-1]), v), w)
 
-    others = rows(target.detach()) if labels is None else labels
-    return reduced(row_losses(rows(logits), others, w, **options), target, logits, **options)
+    targets = rows(target.detach()) if labels is None else labels
+    return reduced(row_losses(rows(logits), targets, w, **options), target, logits, **options)
 
 
 def from_hidden(row_losses, hidden, target, loss_mask, head, teacher_head=None, *, chunk_size=None,
                 logits_dtype=None, **options):
-    """`row_losses` of the logits of hidden rows, chunk by chunk, reduced. With a teacher_head the
-    target is the teacher's hidden states."""
+    """`row_losses` of logits that are made from hidden rows chunk by chunk, reduced. With a
+    teacher_head the target is the teacher's hidden states."""
     v, labels, w = checked_call(hidden, target, loss_mask, head, teacher_head,
                                 chunk_size=chunk_size, logits_dtype=logits_dtype, **options)
-    logits, teacher_logits = head_logits(*head, v, logits_dtype), None
-    others, columns = labels, v.size
-    if teacher_head is not None:
-        teacher_logits = head_logits(*(x if x is None else x.detach() for x in teacher_head), v)
-        others, columns = target.detach().reshape(w.shape[0], target.shape[-1]), 2 * v.size
+    logits = head_logits(*head, v, logits_dtype)
+    if teacher_head is None:
+        targets, columns = labels, v.size
+    else:
+        teacher_weight, teacher_bias = teacher_head
+        teacher_logits = head_logits(
+            teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach(), v)
+        targets = target.detach().reshape(w.shape[0], target.shape[-1])
+        columns = 2 * v.size  # a chunk holds the logits of both
 
-    def chunk_losses(w, rows, others):
-        others = others if teacher_logits is None else teacher_logits(others)
-        return row_losses(logits(rows), others, w, **options)
+    def chunk_losses(hidden, targets, w):
+        if teacher_head is not None:
+            targets = teacher_logits(targets)
+        return row_losses(logits(hidden), targets, w, **options)
 
     rows = hidden.reshape(w.shape[0], hidden.shape[-1])
-    rows = rows if v.group is None else SumGradient.apply(rows, v.group)
+    if v.group is not None:
+        rows = SumGradient.apply(rows, v.group)
     limit = chunk_size or max(CHUNK_BYTES // (4 * columns), 1)
-    results = in_chunks(chunk_losses, w, rows, others, limit, group=v.group, **options)
+    results = on_kept_rows(chunk_losses, rows, targets, w, limit, group=v.group, **options)
     return reduced(results, target, hidden, **options)
 
 
@@ -746,9 +770,11 @@ def masked_cross_entropy_from_distribution(
     cu_seqlens=None, num_items=None, softcap=None, temperature=1.0, vocab_size=None,
     vocab_group=None,
 ) -> Tensor:
-    """"cross_entropy" -sum q log p, "forward_kl" sum q log(q/p), "reverse_kl" sum p log(p/q); not
-    multiplied by temperature^2 (as in Hinton, arXiv 1503.02531). q = target, which need not sum to
-    1, or softmax(target / temperature); it gets no gradient, and softcap is for the logits alone.
+    """"cross_entropy" -sum q log p, "forward_kl" sum q log(q/p), "reverse_kl" sum p log(p/q).
+
+    q is target, which need not sum to 1, or softmax(target / temperature); it gets no gradient, and
+    softcap is for the logits alone. The factor temperature^2 of distillation (Hinton et al., arXiv
+    1503.02531) is not applied.
 
     >>> t = torch.tensor([[0.5, 0.25]])
     >>> masked_cross_entropy_from_distribution(torch.zeros(1, 2), t).item()
@@ -789,13 +815,14 @@ def masked_linear_cross_entropy(
 ) -> Tensor:
     """masked_cross_entropy(F.linear(hidden, linear_weight, linear_bias)) without its (N, V).
 
-    chunk_size: rows whose logits are held at once. skip="rows" computes the kept rows (one host
-    sync, for their count); "chunks" leaves out chunks that keep nothing (one sync); "none" computes
-    every row. max_kept: a bound on the kept rows that the caller knows, no sync; if more are kept,
-    the result is NaN. logits_dtype=torch.float32: logits are not rounded, and a chunk of bfloat16
-    takes twice the memory. recompute: backward computes the logits of all chunks again, not of all
-    but the last: least memory.
-    allow_retain_graph: masked_ce_triton may need it for a second backward; here that always works.
+    chunk_size    rows whose logits are held at once
+    skip          "rows" computes the kept rows (one host sync, for their count), "chunks" the
+                  chunks that keep any (one sync), "none" every row
+    max_kept      a bound on the kept rows that you know: no sync; if more are kept, NaN
+    logits_dtype  torch.float32: logits are not rounded, and those of bfloat16 take twice the memory
+    recompute     backward computes the logits of the last chunk again, too: least memory
+    allow_retain_graph   only masked_ce_triton needs it, for a second backward
+
 
     >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
     >>> masked_linear_cross_entropy(h, w, torch.tensor([1])).item()
@@ -819,8 +846,8 @@ def masked_linear_log_probs(
     chunk_size=None, skip="rows", max_kept=None, logits_dtype=None, recompute=False,
     allow_retain_graph=False,
 ) -> LogProbs:
-    """masked_log_probs(F.linear(hidden, linear_weight, linear_bias)) without its (N, V), with the
-    options of masked_linear_cross_entropy.
+    """masked_log_probs(F.linear(hidden, linear_weight, linear_bias)) without its (N, V). The
+    options after vocab_group are those of masked_linear_cross_entropy.
 
     >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
     >>> masked_linear_log_probs(h, w, torch.tensor([1])).log_prob.tolist()
@@ -844,8 +871,9 @@ def masked_linear_distillation(
     teacher_softcap=None, temperature=1.0, chunk_size=None, max_kept=None, recompute=False,
     allow_retain_graph=False,
 ) -> Tensor:
-    """masked_cross_entropy_from_distribution on both heads' logits, a chunk of each at a time, with
-    the options of masked_linear_cross_entropy. The teacher gets no gradient.
+    """masked_cross_entropy_from_distribution(student's logits, teacher's logits, loss_mask,
+    target_format="logits"), a chunk of both at a time. The teacher gets no gradient. The options
+    after temperature are those of masked_linear_cross_entropy.
 
     >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
     >>> masked_linear_distillation(h, w, h, w, divergence="forward_kl").item()

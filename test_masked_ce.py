@@ -1402,7 +1402,8 @@ def found(pattern):  # the code in README that this matches
 
 def test_readme_and_docstrings(api):
     assert doctest.testmod(masked_ce).failed == 0 < doctest.testmod(masked_ce).attempted
-    assert " ".join(sorted(BLOCKS)) == "accumulation linear log_probs models sequence start"
+    assert " ".join(sorted(BLOCKS)) == (
+        "accumulation linear metrics models policy samples sequence several start")
     assert README.count("```python") == len(BLOCKS)
     functions = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
     assert sorted([*functions, "LogProbs"]) == sorted(masked_ce.__all__)
@@ -1452,11 +1453,13 @@ def test_readme_log_probs(api):
     labels, hidden.data[~keep] = (torch.arange(n, device=DEVICE) * 5 % V).where(keep, IGN), nan
     old, ref, advantage = randn(3, n).where(keep, nan) - 2
     top, ids = randn(n, V).log_softmax(1).topk(3)
-    names = block(
-        "log_probs", api, torch=torch, F=F, math=math, hidden=hidden, weight=weight, labels=labels,
-        keep=keep, cu_seqlens=tensor(cuts), beta=0.1, num_items=count, text_bytes=40,
+    names = dict(
+        torch=torch, F=F, math=math, hidden=hidden, weight=weight, labels=labels, keep=keep,
+        cu_seqlens=tensor(cuts), beta=0.1, num_items=count, text_bytes=40,
         old_log_prob=old, ref_log_prob=ref, advantage=advantage, sample_advantage=randn(4),
         top_log_probs=top.where(keep[:, None], nan), top_ids=ids.where(keep[:, None], 10**6))
+    for recipe in ("policy", "samples", "metrics", "several"):
+        names = block(recipe, api, **names)
     log_p = F.linear(hidden[keep], weight).log_softmax(1)
     y, old, ref, advantage = (x[keep] for x in (labels, old, ref, advantage))
     parts = torch.arange(len(y)).split([2, 0, 2, 2])  # what each sample keeps
