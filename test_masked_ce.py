@@ -888,9 +888,11 @@ def test_second_derivatives(api, path, o):
 def test_inputs_changed_before_backward(api, path):
     """Right, or torch's error that something was changed. Given logits, F.cross_entropy allows it,
     so the reference is right; the Triton file reads the logits again, and says so."""
-    strategies = [{}, dict(chunk_size=3)] if "hidden" in PATHS[path] else [{}]
     names = *PATHS[path], "target", "mask", "teacher", "teacher_hidden", "teacher_weight"
-    for strategy, name in product(strategies, names):
+    cases = [({}, name) for name in names]
+    if "hidden" in names:
+        cases += [(dict(chunk_size=1), "hidden"), (dict(chunk_size=1), "weight")]
+    for strategy, name in cases:
         c, results = make_case(shape=(2, 2)), []
         for change in (False, True):
             copies = SimpleNamespace(**{n: x.clone() for n, x in vars(c).items()})
@@ -921,7 +923,7 @@ def count_syncs(step):
     return sum("synchronizing" in str(warning.message) for warning in seen)
 
 
-@pytest.mark.parametrize("path, o", VALUES)
+@pytest.mark.parametrize("path, o", [x for x in VALUES if "hidden" in PATHS[x[0]] or not x[1]])
 def test_host_syncs(api, path, o):
     c, o = case_of(o, BFLOAT, (2, 2))
     o.pop("of", None)
@@ -1191,7 +1193,7 @@ def test_annealed_options_do_not_recompile(api, path):
         o = dict(max_kept=9) if path == "linear" else {}
         return call(api, path, c, **dict(zip(ANNEALED, values)), **o)
 
-    cases = [(make_case(shape=(5,)), *(0.1 + i / 9 + n / 30 for i in range(5))) for n in range(10)]
+    cases = [(make_case(shape=(5,)), *(0.1 + i / 9 + n / 30 for i in range(5))) for n in range(5)]
     results, graphs, _ = compiled_steps(loss, path, cases)
     assert len(graphs) <= 6  # of given numbers, and of any
     for case, result in zip(cases, results):
@@ -1336,12 +1338,16 @@ def no_rank_waits(r):
 
 def vocabulary_parallel(r):
     c, first = make_case(DOUBLE, (2, 3), V=12, H=5), r.rank == 0
-    for path, o in VALUES if r.world == 2 else VALUES[:7] + VALUES[7::3]:  # to save time
+    some = VALUES[:7] + [value for value in VALUES if "padding" in value[1]][::2]  # to save time
+    for path, o in VALUES if r.world == 2 else some:
         if path in SPLIT:
             case, o = case_of(o, DOUBLE, (2, 3), V=12, H=5)
             check(r.api, path, case, r, **o)
     for name, (paths, z, _, o, *_) in FAULTS.items():
-        if name.split()[0] in ("4", "10", "14", "15", "20") or r.world == 4 and name[0] in "367f":
+        number = name.split()[0]
+        if number in ("4", "10", "14", "15", "20"):
+            continue
+        if r.world == 4 and number not in ("1", "11", "22", "29", "dead"):  # to save time
             continue
         for path in paths:
             whole = path == "distillation" or "linear" in path and len(z) > 1  # see `through`
@@ -1356,7 +1362,7 @@ def vocabulary_parallel(r):
             compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
             check(r.api, "labels", c, r, f=compiled)
             check(r.api, "linear", c, r, f=compiled, max_kept=9)
-        for path, empty in product(("labels", "linear", "probabilities"), EMPTY):
+        for path, empty in [*product(("labels", "probabilities"), EMPTY), ("linear", "ignored")]:
             test_fault_13_nothing_kept(r.api, path, None, empty, r)
         for strategy, reduction in product(STRATEGIES[5:], ("mean", "none")):
             for wanted in ((True, first, not first), (False, first, first)):  # frozen on some ranks
@@ -1610,7 +1616,7 @@ def wrappers(r):
     shifted = masked_ce.shift_labels(LABELS)
     num_items = r.api.count_items(part(r, shifted) != IGN, process_group=r.group)
     models = [Toy(), tiny("Llama")] if llama else [Toy()]
-    for plain, wrapper in product(models, ("DDP", DOUBLE, BFLOAT)):
+    for plain, wrapper in product(models, ("DDP", DOUBLE, BFLOAT)[: 3 if r.world == 2 else 1]):
         plain = plain.to(DEVICE, BFLOAT).double()  # numbers that bfloat16 has
         model, right, eager = (both_ways(r.api, plain)[1] for _ in range(3))
         if wrapper == "DDP":
