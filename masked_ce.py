@@ -376,10 +376,6 @@ def on_kept_rows(chunk_losses, hidden, targets, w, limit, *, group=None, skip="r
     if index is not None:
         hidden, targets, w = (x.index_select(0, index) for x in (hidden, targets, w))
         size = chunk_rows(w.shape[0], limit) if skip == "rows" else size
-    # masked rows that are computed all the same hold 0 before any GEMM
-    hidden = selected(hidden, w)
-    if targets.is_floating_point():  # the teacher's hidden states
-        targets = selected(targets, w)
     results = in_chunks(chunk_losses, hidden, targets, w, size, recompute, group)
     if index is not None:
         results = [x.new_zeros(N, *x.shape[1:]).index_copy(0, index, x) for x in results]
@@ -395,13 +391,17 @@ def in_chunks(chunk_losses, hidden, targets, w, size, recompute, group) -> list[
     Under `checkpoint` a chunk's logits are freed after forward, and backward computes them again.
     It begins with the last chunk, whose logits forward can as well keep (unless recompute says no).
     """
+    def chunks_of(x):  # hidden states of masked rows become 0 before any GEMM
+        parts = zip(x.split(size), w.split(size))
+        return [selected(x, w) if x.is_floating_point() else x for x, w in parts]
+
+    *chunks, last = zip(chunks_of(hidden), chunks_of(targets), w.split(size))
     freed = functools.partial(
         checkpoint, chunk_losses, use_reentrant=False, preserve_rng_state=False)
     if group is not None and not hidden.requires_grad:
         # Logits over ranks cannot be freed here: to compute them again all ranks must gather, but
         # where hidden learns nothing, a rank with a frozen head runs no backward.
         freed = chunk_losses
-    *chunks, last = zip(hidden.split(size), targets.split(size), w.split(size))
     parts = [freed(*chunk) for chunk in chunks]
     parts.append(freed(*last) if recompute else chunk_losses(*last))
     return [torch.cat(part) for part in zip(*parts)]
