@@ -207,7 +207,7 @@ def nan():
         results.add_row(escape(code), *map(number, row), mark(not sum(row).isnan()))
     say(results)
     for ours, plain in (
-        ("masked_linear_cross_entropy(h, W, y)", "F.cross_entropy(z, y)"),
+        ("masked_linear_cross_entropy(h, W, y)", "F.cross_entropy(h[mask] @ W.T, y[mask])"),
         ("-(w * A * log_prob).sum()", "where(mask, loss * A, 0).sum() / n"),
     ):
         zeros = gradients(loss_fn(ours, no_label), clean, W)
@@ -465,7 +465,9 @@ def speed():
     import masked_ce_triton as fast
 
     def milliseconds(step):
-        return Timer("step()", globals=dict(step=step)).timeit(10).median * 1e3
+        timer = Timer("step()", globals=dict(step=step))
+        timer.timeit(20)  # a GPU that was idle is faster at first
+        return timer.timeit(10).median * 1e3
 
     def peer(package, path):  # if it is installed
         return [(package, pkgutil.resolve_name(f"{package}.{path}"))] if find_spec(package) else []
