@@ -466,7 +466,7 @@ def speed():
 
     def milliseconds(step):
         timer = Timer("step()", globals=dict(step=step))
-        timer.timeit(20)  # a GPU that was idle is faster at first
+        timer.timeit(10)  # a GPU that was idle is faster at first
         return timer.timeit(10).median * 1e3
 
     def peer(package, path):  # if it is installed
@@ -508,7 +508,7 @@ def speed():
             error, budget = compare(loss, lambda *x: plain(*x, y), *leaves)
             if f in (fast.masked_cross_entropy, fast.masked_linear_cross_entropy):
                 check(f"{name}, {share:.0%} masked", error, budget)
-            x = [x.detach().requires_grad_() for x in leaves]
+            x = [x.clone().requires_grad_() for x in leaves]  # Liger's gradient goes into its input
             step = lambda: torch.autograd.grad(loss(*x), x)
             ms, (_, peak) = milliseconds(step), syncs_and_peak(step)
             above = (peak - 2 * sum(x.numel() for x in leaves)) / 2**30  # inputs and gradients
