@@ -518,14 +518,16 @@ def check_tensor(name: str, x, shape, dtypes=None, device=None) -> None:
     if hasattr(x, "full_tensor"):
         raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), with vocab_group if it is a "
                         "shard of the vocabulary, or let a module's hooks gather it (FSDP)")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one with layout {x.layout}")
     if dtypes and x.dtype not in dtypes:
         raise TypeError(f"{name} must be of {dtypes}, got {x.dtype}")
     sizes = tuple(shape)
     if sizes and sizes[0] is ...:
         sizes = (*x.shape[: max(x.dim() - len(sizes) + 1, 0)], *sizes[1:])
     if x.dim() != len(sizes) or any(m is not ANY and m != n for m, n in zip(sizes, x.shape)):
-        shape = ", ".join("..." if m is ... else str(m) for m in shape)
-        raise ValueError(f"{name} must be of shape ({shape}), got {tuple(x.shape)}")
+        wanted = str(tuple(shape)).replace("Ellipsis", "...").replace("'", "")
+        raise ValueError(f"{name} must be of shape {wanted}, got {tuple(x.shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device}, as the rest is, got {x.device}")
 

@@ -309,7 +309,7 @@ def _store_row(state, z, w, stats, items, N, k, K, numbers, O: tl.constexpr,
         if O.kind == "log_probs":
             there, total = _sum(tl.where(w != 0, 1, 0), O) > 0, _sum(w, O)
             x = tl.where(there, tl.where(total == total, x, total), 0.0)  # NaN where a weight is
-            first = tl.where((z == m) & (w != 0) & (k == 0), 1.0, 0.0).to(ACC)
+            first = tl.where((z == m) & (w == 1) & (k == 0), 1.0, 0.0).to(ACC)
             ts = _sum(first, O)  # is it correct?
         item = _item(z, w, (m, s, x, tm, ts), numbers, O)
         tl.store(items + k, item.to(ACC), mask=k < K)
@@ -1154,7 +1154,8 @@ class Rows:
     def scatter(self, items):  # (n, ...) -> (N, ...)
         if self.index is None or items is None:
             return items
-        blank = (0 * self.w if items.dim() > 1 else 0 * self.w.amax(1)).to(items.dtype)
+        blank = 0 * self.w if items.dim() > 1 else 0 * self.w.amax(1)  # NaN if max_kept is too low
+        blank = blank > 0 if items.dtype == torch.bool else blank.to(items.dtype)
         return blank.index_copy_(0, self.index[: self.n], items)
 
 
