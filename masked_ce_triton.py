@@ -2,7 +2,7 @@
 """Masked cross-entropy on Triton kernels: masked_ce.py's names, signatures and meaning, faster.
 
 Copy this file beside masked_ce.py and change one import line. It replaces the reference's losses
-of rows (80 lines of plain PyTorch) and its chunks under torch.utils.checkpoint (60), which hold
+of rows (63 lines of plain PyTorch) and its chunks under torch.utils.checkpoint (72), which hold
 float32 copies of the logits and compute them twice, by
 
   two kernels   the statistics of a row in one pass, online; the gradient of a row from them. Where
