@@ -482,7 +482,7 @@ def speed():
     say(f"{n:,} tokens x {size:,} x {v:,} in bfloat16. The floor: three GEMMs over the rows that "
         "are kept; of given logits, to read these twice and write all once, at the "
         f"{4 * z.numel() / copy / 1e6:,.0f} GB/s of a copy.\n")
-    results = table("", "masked", "ms", "floor", "ratio", "peak, GiB", "error / budget")
+    results = table("", "masked", "ms", "floor", "ratio", "peak,\nGiB", "error /\nbudget")
     for share, linear in product((0, 0.75), (False, True)):
         kept = n - int(share * n)
         y = torch.randint(v, (n,), device=DEVICE)

@@ -983,9 +983,10 @@ GOOD = {CE: dict(logits=Z, target=[0, 1]), DIST: dict(logits=Z, target=Z),
         LINEAR: dict(hidden=Z, linear_weight=Z, target=[0, 1]),
         KD: dict(hidden=Z, linear_weight=Z, teacher_hidden=Z, teacher_weight=Z)}
 BAD = {  # argument -> bad values; the message names the argument, then a number or a word itself
-    (TypeError, CE): dict(logits=[None, [[0, 0]], torch.eye(2).to_sparse()], target=[[0.0, 1]],
-                          loss_mask=[[1 + 1j, 0]], cu_seqlens=[[0.0, 2]], temperature=[None],
-                          vocab_size=[2.0], ignore_index=[1.5], vocab_group=["world"]),
+    (TypeError, CE): dict(logits=[None, [[0, 0]], torch.eye(2, device=DEVICE).to_sparse()],
+                          target=[[0.0, 1]], loss_mask=[[1 + 1j, 0]], cu_seqlens=[[0.0, 2]],
+                          temperature=[None], vocab_size=[2.0], ignore_index=[1.5],
+                          vocab_group=["world"]),
     (TypeError, LINEAR): dict(chunk_size=[2.0, True], max_kept=[2.0],
                               linear_bias=[tensor([0, 0], dtype=DOUBLE)]),
     (TypeError, LLP): dict(hidden=[None], linear_weight=[None, tensor(Z, dtype=DOUBLE)]),
