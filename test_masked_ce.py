@@ -49,7 +49,6 @@ leaf = functools.partial(tensor, dtype=FLOAT, requires_grad=True)
 same = functools.partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 IGN = -100
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-mean_and_none = pytest.mark.parametrize("reduction", ["mean", "none"])
 
 
 @pytest.fixture
@@ -92,8 +91,19 @@ def close(result, expected, rel=None):
     assert (result[expected == 0] == 0).all()
 
 
-def gradients(loss, *x, upstream=1.0):
-    return torch.autograd.grad(loss, x, torch.as_tensor(upstream).to(loss).expand_as(loss))
+def gradients(results, *x, upstream=1.0):
+    """Of one result, or of several by name that have an upstream gradient each."""
+    if not isinstance(results, dict):
+        results, upstream = dict(loss=results), dict(loss=upstream)
+    y = [results[name] for name in upstream]
+    return torch.autograd.grad(y, x, [
+        torch.as_tensor(u).to(y).expand_as(y) for y, u in zip(y, upstream.values())])
+
+
+def all_of(result, c, path):
+    """A call's results, and the gradients of the sum of their squares."""
+    y = [*outputs(result).values()]
+    return [*y, *gradients(sum((x.float() ** 2).sum() for x in y), *leaves(c, path))]
 
 
 LINEAR_INPUTS = ["hidden", "weight", "bias"]
@@ -155,15 +165,16 @@ def make_case(dtype=FLOAT, shape=(3, 4), V=67, H=16, K=None, padding=0):
 def call(api, path, c, r=None, **o):  # r: c is this rank's part of the vocabulary
     o |= {} if r is None else dict(vocab_group=r.group)
     o |= dict(linear_bias=c.bias) if len(PATHS[path]) > 1 else {}
+    mask = vars(c).get("mask")
     if path == "labels":
-        return api.masked_cross_entropy(c.logits, c.target, c.mask, **o)
+        return api.masked_cross_entropy(c.logits, c.target, mask, **o)
     if path == "log_probs":
-        return api.masked_log_probs(c.logits, c.target, c.mask, **o)
+        return api.masked_log_probs(c.logits, c.target, mask, **o)
     if path == "linear":
-        return api.masked_linear_cross_entropy(c.hidden, c.weight, c.target, c.mask, **o)
+        return api.masked_linear_cross_entropy(c.hidden, c.weight, c.target, mask, **o)
     if path == "linear_log_probs":
-        return api.masked_linear_log_probs(c.hidden, c.weight, c.target, c.mask, **o)
-    mask = None if c.mask is None else torch.where(c.keep, c.mask, 0)  # there are no labels
+        return api.masked_linear_log_probs(c.hidden, c.weight, c.target, mask, **o)
+    mask = None if mask is None else torch.where(c.keep, mask, 0)  # there are no labels
     if path == "distillation":
         teacher = c.teacher_hidden, c.teacher_weight, mask
         return api.masked_linear_distillation(
@@ -222,9 +233,7 @@ def plain(path, c, dtype, upstream, *, reduction="mean", divergence="cross_entro
                        correct=everywhere(c.keep, right[:, 0]))
         # log p in the entropy's gradient holds the rounding of z
         sizes = dict(log_prob=1 + losses, entropy=1 + everywhere(c.keep, z.abs().amax(1)))
-    upstream = {name: torch.as_tensor(u).to(z) for name, u in upstream.items()}
-    grads = torch.autograd.grad([results[name] for name in upstream], x, [
-        u.expand_as(results[name]) for name, u in upstream.items()])
+    grads = gradients(results, *x, upstream=upstream)
     rows = sum((sizes[name].detach() * u).nan_to_num().abs().view(*c.keep.shape, -1).sum(-1)
                for name, u in upstream.items())
     results = {name: y.detach() for name, y in results.items()}
@@ -244,15 +253,14 @@ def outcome(api, path, c, r=None, wanted=(True,) * 3, upstream=1.0, f=call, grad
     mine = {name: part(r, x, CUT.get(name)).detach().clone() for name, x in vars(c).items()}
     before = copy.deepcopy(mine)
     x = {name: mine[name].requires_grad_() for name, wants in zip(PATHS[path], wanted) if wants}
-    results = outputs(f(api, path, SimpleNamespace(**dict(mask=None) | mine), r, **o))
+    results = outputs(f(api, path, SimpleNamespace(**mine), r, **o))
     for name, y in results.items():
         assert y.requires_grad == (bool(x) and grad and name != "correct")
     grads = ()
     if x and grad:
-        upstream = upstream if isinstance(upstream, dict) else dict(loss=upstream)
-        grads = torch.autograd.grad([results[name] for name in upstream], x.values(), [
-            torch.as_tensor(u).to(results[name]).expand_as(results[name])
-            for name, u in upstream.items()])
+        if not isinstance(upstream, dict):
+            upstream = {name: upstream for name in results if name != "correct"}
+        grads = gradients(results, *x.values(), upstream=upstream)
     same(mine, before)
     return {name: y.detach() for name, y in results.items()} | dict(zip(x, grads))
 
@@ -265,7 +273,7 @@ def check(api, path, c, r=None, wanted=(True,) * 3, of=("log_prob", "entropy"), 
     of: the log-probabilities' outputs that are differentiated."""
     up, down = (torch.linspace(-1, 2, x.numel(), device=DEVICE).view_as(x).where(x, nan)
                 for x in (c.keep if path in DISTRIBUTIONS else c.items, c.keep))
-    upstream = dict(loss=up if o.get("reduction") == "none" else tensor(-1.0))
+    upstream = dict(loss=up if o.get("reduction") == "none" else -1.0)
     if path not in LOSSES:
         upstream = {name: dict(log_prob=up, entropy=0.7 - down)[name] for name in of}
     results = outcome(api, path, c, r, wanted, upstream, **o)
@@ -315,11 +323,10 @@ def test_the_rule_has_teeth(dtype):
 
 
 # ------------------------------------------------------------------------------------------ values
-STRATEGIES = [  # 12 tokens, 6 kept: one chunk, spare rows; even chunks, empty ones, spare ones
-    {}, dict(skip="none"), dict(max_kept=6), dict(max_kept=99), dict(recompute=True),
-    dict(chunk_size=3), dict(skip="chunks", chunk_size=2), dict(skip="none", chunk_size=4),
-    dict(max_kept=9, chunk_size=4), dict(recompute=True, chunk_size=3),
-    dict(allow_retain_graph=True, chunk_size=3)]
+STRATEGIES = [  # of 2 to 12 rows: one chunk, several, some of them empty or of spare rows
+    {}, dict(recompute=True), dict(chunk_size=1), dict(recompute=True, chunk_size=1),
+    dict(skip="none", chunk_size=2), dict(skip="chunks", chunk_size=2),
+    dict(max_kept=9, chunk_size=2), dict(allow_retain_graph=True, max_kept=2)]
 VALUES = [
     *((path, {}) for path in PATHS),
     *product(("probabilities", "teacher"),
@@ -327,6 +334,7 @@ VALUES = [
     ("labels", dict(reduction="none", label_smoothing=0.1, z_loss=0.01)),
     ("labels", dict(reduction="sample_mean", softcap=5.0, temperature=0.7)),
     ("labels", dict(padding=1, softcap=5.0, label_smoothing=0.1)),
+    ("labels", dict(unmasked=True)), ("linear", dict(unmasked=True)),
     ("labels", dict(K=3, padding=1, label_smoothing=0.1, z_loss=0.01)),
     ("labels", dict(K=1, reduction="none", softcap=5.0)),
     ("labels", dict(K=4, reduction="sample_mean", temperature=0.7)),
@@ -337,56 +345,58 @@ VALUES = [
     ("log_probs", dict(softcap=5.0, temperature=0.7)),
     ("log_probs", dict(of=["log_prob"], padding=1, softcap=5.0)),
     ("log_probs", dict(of=["entropy"], K=3)),
-    ("linear", dict(reduction="none", chunk_size=3)),
+    ("linear", dict(reduction="none", chunk_size=2)),
     ("linear", dict(label_smoothing=0.1, z_loss=0.01, skip="none", chunk_size=4)),
     ("linear", dict(reduction="sample_mean", skip="chunks", chunk_size=2)),
-    ("linear", dict(reduction="sum", softcap=15.0, temperature=0.7, max_kept=99)),
-    ("linear", dict(reduction="none", max_kept=9, chunk_size=4)),
-    ("linear", dict(K=3, padding=1, reduction="none", label_smoothing=0.1, chunk_size=3)),
+    ("linear", dict(K=2, reduction="sum", softcap=15.0, temperature=0.7, max_kept=99)),
+    ("linear", dict(reduction="none", max_kept=5, chunk_size=2)),
+    ("linear", dict(K=3, padding=1, reduction="none", label_smoothing=0.1, chunk_size=2)),
     ("linear", dict(K=3, logits_dtype=FLOAT, recompute=True, reduction="sample_mean")),
-    ("linear", dict(padding=1, softcap=15.0, max_kept=9, chunk_size=4)),
+    ("linear", dict(padding=1, softcap=15.0, max_kept=5, chunk_size=2)),
     ("linear_log_probs", dict(logits_dtype=FLOAT, softcap=15.0, temperature=0.7)),
     ("linear_log_probs", dict(of=["log_prob"], K=3, padding=1, skip="none", chunk_size=4)),
     ("linear_log_probs", dict(of=["entropy"], skip="chunks", chunk_size=2, logits_dtype=FLOAT)),
-    ("linear_log_probs", dict(padding=1, max_kept=9, chunk_size=4, recompute=True)),
-    ("distillation", dict(divergence="forward_kl", reduction="none", temperature=2, chunk_size=3)),
-    ("distillation", dict(divergence="reverse_kl", softcap=15.0, teacher_softcap=3.0, max_kept=9,
-                          chunk_size=4)),
+    ("linear_log_probs", dict(padding=1, max_kept=5, chunk_size=2, recompute=True)),
+    ("distillation", dict(divergence="forward_kl", reduction="none", temperature=2, chunk_size=2)),
+    ("distillation", dict(divergence="reverse_kl", softcap=15.0, teacher_softcap=3.0, max_kept=5,
+                          chunk_size=2)),
     ("distillation", dict(reduction="sample_mean", recompute=True))]
 
 
 def case_of(o, dtype=FLOAT, shape=(3, 4), V=67, H=16):  # -> the case and the options of a value
     K, padding = o.get("K"), o.get("padding", 0)
     size = dict(vocab_size=V - padding) if padding else {}
-    others = {name: x for name, x in o.items() if name not in ("K", "padding")}
-    return make_case(dtype, shape, V, H, K, padding), others | size
+    c = make_case(dtype, shape, V, H, K, padding)
+    if "unmasked" in o:  # labels alone decide, for whose weights Triton has a kernel
+        c.target.masked_fill_(~c.keep, IGN)
+        del c.mask
+    return c, size | {name: x for name, x in o.items() if name not in (
+        "K", "padding", "of", "unmasked")}
 
 
-WIDE = (4,) if DEVICE == "cpu" else (2, 5)  # few tokens for the interpreter
+def check_value(api, path, o, *size, r=None):
+    c, options = case_of(o, *size)
+    check(api, path, c, r, of=o.get("of", ("log_prob", "entropy")), **options)
 
 
-@pytest.mark.parametrize("size, value", [
-    *product([(FLOAT, (3, 4), 67)], VALUES),
-    *product([(BFLOAT, (3, 4), 67)], VALUES[:7] + VALUES[11::2]),
+WIDE = (3,) if DEVICE == "cpu" else (2, 5)  # few tokens for the interpreter
+
+
+@pytest.mark.parametrize("size, value", [  # of 6 tokens 3 are kept
+    *product([(FLOAT, (3, 2), 67)], VALUES),
+    *product([(BFLOAT, (3, 2), 67)], VALUES[:7] + VALUES[11::2]),
     *product([(HALF, (3, 2), 67)], VALUES[:7] + VALUES[7::2]),
-    *product([(DOUBLE, (3, 2), 67)], VALUES[:7] + VALUES[8::2]), *product([
-        (BFLOAT, (2, 2), 2), (DOUBLE, WIDE, 4096), (DOUBLE, WIDE, 4099)],  # less than a block;
-        [*VALUES[:7], VALUES[8], *VALUES[10:13]]),  # whole blocks; an odd tail
-    *product([(FLOAT, WIDE, 2**15 + 5)], [VALUES[0], VALUES[3], VALUES[8], *VALUES[10:12]]),
-    *product([(FLOAT, (7,), 67), (BFLOAT, (2, 1, 2), 67)], [VALUES[4], *VALUES[12:17]]),
+    *product([(DOUBLE, (3, 2), 67)], VALUES[:7] + VALUES[8::2]),
+    *product([(FLOAT, (3, 4), 67)], VALUES[:7]),
+    *product([(BFLOAT, (2, 2), 2), (DOUBLE, WIDE, 4099)],  # less than a block; blocks, an odd tail
+             [*VALUES[:7], VALUES[8], *VALUES[10:13]]),
+    *product([(DOUBLE, WIDE, 4096)], [VALUES[0], VALUES[2], VALUES[11]]),  # whole blocks
+    *product([(FLOAT, WIDE, 2**15 + 5)], [VALUES[0], VALUES[8], VALUES[10]]),
+    *product([(FLOAT, (7,), 67), (BFLOAT, (2, 1, 2), 67)], [VALUES[4], *VALUES[12:19]]),
     ((FLOAT, (3,), 300), ("labels", dict(K=64, padding=44)))], ids=str)
 def test_values(api, size, value):
     path, o = value
-    c, o = case_of(o, *size)
-    check(api, path, c, **o)
-
-
-@pytest.mark.parametrize("dtype, path", [*product(DTYPES, LABELED[:2])], ids=str)
-def test_values_without_a_mask(api, dtype, path):  # whose weights Triton has a kernel for
-    c = make_case(dtype)
-    c.target.masked_fill_(~c.keep, IGN)
-    del c.mask
-    check(api, path, c)
+    check_value(api, path, o, *size)
 
 
 # ----------------------------------------------- known_faults.md, by number: faults that people met
@@ -394,7 +404,7 @@ def label_loss(api, path, c, r=None, *, reduction="mean", cu_seqlens=None, **o):
     """call, or where that gives log-probabilities the loss that their user would make of them."""
     if path in LOSSES:
         return call(api, path, c, r, reduction=reduction, cu_seqlens=cu_seqlens, **o)
-    a = (c.target != IGN).double() * (1 if c.mask is None else c.mask)
+    a = (c.target != IGN).double() * (1 if vars(c).get("mask") is None else c.mask)
     log_prob = call(api, path, c, r, **o).log_prob
     w = api.token_weights(a, reduction, cu_seqlens=cu_seqlens).to(log_prob)
     losses = torch.where(w != 0, -w * log_prob, 0)
@@ -420,6 +430,7 @@ Q, TEACHER, RETAIN = ["probabilities"], ["teacher", "distillation"], dict(allow_
 LOSS_ONLY = LABELED[:2]  # paths with label smoothing and z-loss
 FOUR = ([[0, 0]] * 6, [0, 0, 0, 1, IGN, IGN])
 DZ_4 = [[-0.125, 0.125]] * 3 + [[0.125, -0.125]] + [[0, 0]] * 2
+TWO_EACH = [[0, 0], [0, IGN], [0, 0], [IGN, 0]]  # labels, five and one
 FIVE_AND_ONE, UNEQUAL = [LOST[2]] * 5 + [LOST[10]], [LOST[1]] * 18 + [LOST[3]] * 2
 DEAD = [[0, 1, -inf, -inf], [-inf, -inf, 0, 1]]
 DZ_DEAD = [[0.2689414214, -0.2689414214, 0, 0], [0, 0, 0.2689414214, -0.2689414214]]
@@ -442,8 +453,8 @@ FAULTS = {  # paths, z, target, options (or the test's: dtype, rel, loss_rel), l
     "4": (LABELED, *FOUR, {}, log(2), DZ_4),
     **{f"4 {skip} {n}": (["linear", "linear_log_probs"][:1 + (n == 4)], *FOUR, dict(
         chunk_size=n, skip=skip), log(2), DZ_4)
-       for skip in ("rows", "chunks", "none") for n in (1, 2, 3, 4, 5, 6, 100)},
-    **{f"6 {z}": (LABELED, [[z, z]], [0], {}, log(2), [[-0.5, 0.5]]) for z in (1e4, 1e6, 1e8)},
+       for skip in ("rows", "chunks", "none") for n in (1, 2, 4, 100)},
+    **{f"6 {z:.0e}": (LABELED, [[z, z]], [0], {}, log(2), [[-0.5, 0.5]]) for z in (1e4, 1e6, 1e8)},
     "6 close": (LABELED, [[1e6 + 2, 1e6 - 1]], [0], dict(rel=2e-6), 0.0485873516,
                 [[-0.0474258732, 0.0474258732]]),
     "7 padding": (LABELED, [[-100] * 3], [0], dict(softcap=1.0), log(3), [[0, 0, 0]]),  # flat tanh
@@ -484,7 +495,7 @@ FAULTS = {  # paths, z, target, options (or the test's: dtype, rel, loss_rel), l
         temperature=0.003, dtype=HALF, rel=5e-4), 1000 / 3, [[-333.25, 333.25], [0, 0]]),
     "float16 z_loss": (["linear"], [[200, 0], [0, 0]], [0, IGN], dict(
         z_loss=1.0, dtype=HALF, rel=1e-6), 40_000, [[400, 0], [0, 0]])}
-for how, right, unequal in (("mean", 10 / 3, 1.2), ("sample_mean", 6, 2)):
+for how, right, unequal, divisor in (("mean", 10 / 3, 1.2, 6), ("sample_mean", 6, 2, 2)):
     FAULTS |= {
         f"14 {how}": (LOSS_ONLY, [[LOST[1]] * 4, [LOST[9]] * 4], [[0] * 4, [IGN] * 4],
                       dict(reduction=how), 1, None),
@@ -493,7 +504,12 @@ for how, right, unequal in (("mean", 10 / 3, 1.2), ("sample_mean", 6, 2)):
         **{f"15 {how} {cu}": (LOSS_ONLY, FIVE_AND_ONE, [0] * 6, dict(
             reduction=how, cu_seqlens=cu), right, None) for cu in ([0, 5, 6], [0, 0, 5, 5, 6, 6])},
         f"15 {how} chunks": (["linear"], UNEQUAL, [0] * 20, dict(  # means of chunks would differ
-            reduction=how, cu_seqlens=[0, 18, 20], chunk_size=13), unequal, None)}
+            reduction=how, cu_seqlens=[0, 18, 20], chunk_size=13), unequal, None),
+        # cu_seqlens counts tokens, num_items labels or samples
+        **{f"15 {how} labels {o}": (LOSS_ONLY, FIVE_AND_ONE[2:], TWO_EACH, dict(reduction=how, **o),
+                                    loss, None)
+           for o, loss in (({}, 10 / 3), (dict(cu_seqlens=[0, 3, 3, 4]), right),
+                           (dict(cu_seqlens=[0, 3, 3, 4], num_items=4), right * divisor / 4))}}
 
 
 @pytest.mark.parametrize("path, name", [(path, x) for x in FAULTS for path in FAULTS[x][0]])
@@ -547,6 +563,7 @@ def test_linear_faults(api, path, name, strategy, r=None):
     if name == "18":  # in every mode, and only the gradients that are asked for
         patterns = [*product([torch.enable_grad], *[(True, False)] * 3),
                     *((mode, True, True, True) for mode in (torch.no_grad, torch.inference_mode))]
+        patterns = patterns if strategy in STRATEGIES[:3] else patterns[-2:]
     for mode, *wanted in patterns:
         results = outcome(api, path, c, r, wanted, tensor(upstream), mode()(label_loss),
                           mode is torch.enable_grad, reduction=reduction, **strategy)
@@ -594,21 +611,17 @@ def test_weights_of_many_items(triton_api, K, reduction):
     lambda x: F.pad(x, (1, 2), value=1)[..., 1:-2],  # starts at an odd offset
     lambda x: x[:1].expand(3, *x.shape[1:])], ids="transposed every_other cut expanded".split())
 @pytest.mark.parametrize("path, K, o", [
-    *((path, None, dict(reduction=x)) for path in LOSS_ONLY for x in ("mean", "none")),
-    *((path, None, {}) for path in PATHS if path not in LOSS_ONLY),
-    ("labels", 2, dict(reduction="none"))], ids=str)
+    *((path, None, {}) for path in PATHS), ("labels", 2, dict(reduction="none"))], ids=str)
 def test_fault_9_strides(api, path, layout, K, o):
     c, results = make_case(BFLOAT, (2, 2), K=K), []
     for finish in (torch.Tensor.contiguous, lambda x: x):  # inside the graph, back to the same leaf
         new = {name: finish(layout(getattr(c, name))) for name in TOKEN_WISE}
-        y = outputs(call(api, path, SimpleNamespace(**vars(c) | new), **o))
-        loss = sum(x.sum() for x in y.values() if x.requires_grad)
-        results.append([*y.values(), *gradients(loss, *leaves(c, path))])
+        results.append(all_of(call(api, path, SimpleNamespace(**vars(c) | new), **o), c, path))
     same(*results)
     assert all(x.any() for x in results[0])
 
 
-EMPTY = "ignored", "ignored, no mask", "mask", "no tokens", "num_items"
+EMPTY = "ignored", "ignored, no mask", "no tokens", "mask", "num_items"
 
 
 @pytest.mark.parametrize("path, K, empty", [
@@ -626,24 +639,24 @@ def test_fault_13_nothing_kept(api, path, K, empty, r=None):
     reductions = [dict(reduction=x) for x in ("mean", "sample_mean", "sum", "none")]
     if empty == "num_items":
         reductions = [x | dict(num_items=0) for x in reductions[:2]]
-    strategies = dict(distillation=[dict(max_kept=9, chunk_size=4), dict(recompute=True)])
-    strategies = strategies.get(path, STRATEGIES[1:] if "linear" in path else [])
     if path not in LOSSES:
         reductions = [{}]
+    strategies = STRATEGIES[3:7] if "linear" in path else []
+    if path == "distillation":  # has no skip
+        strategies = STRATEGIES[1], STRATEGIES[6]
     for o in [*reductions, *(x | y for x, y in product(reductions[::3], strategies))]:
         upstream = inf if path in LOSSES else dict(log_prob=inf, entropy=nan)
         results = outcome(api, path, c, r, upstream=upstream, **o)
         assert not any(x.any() for x in results.values())
 
 
-@pytest.mark.parametrize("path", ["linear", "linear none", "linear_log_probs"])
-def test_fault_18_nothing_allocated_for_a_frozen_weight(api, path):
-    c = SimpleNamespace(weight=torch.zeros(50, 2**16, device=DEVICE), bias=None, mask=None,
+@pytest.mark.parametrize("path, o", [
+    ("linear", {}), ("linear", dict(reduction="none")), ("linear_log_probs", {})])
+def test_fault_18_nothing_allocated_for_a_frozen_weight(api, path, o):
+    c = SimpleNamespace(weight=torch.zeros(50, 2**16, device=DEVICE), bias=None,
                         hidden=leaf([[1] * 2**16] * 2), target=tensor([0, 1]))
-    path, *reduction = path.split()
     with torch.profiler.profile(profile_memory=True) as profile:
-        y = call(api, path, c, **{"reduction": x for x in reduction})
-        outputs(y).popitem()
+        y = call(api, path, c, **o)
         (y if path == "linear" else y.log_prob + y.entropy).sum().backward()
     usage = "device_memory_usage" if DEVICE == "cuda" else "cpu_memory_usage"
     most = max(getattr(e, usage) for e in profile.events())
@@ -684,30 +697,30 @@ def test_fault_23_num_items_of_trainers(api, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_fault_24_inference_mode(api, path):
     """What needs no gradient may be made there: a teacher, a frozen model's hidden states."""
-    for reduction in ("mean", "sum", "none", "sample_mean") if path in LOSSES else [None]:
-        o = dict(reduction=reduction) if reduction else {}
-        for learns in (PATHS[path], PATHS[path][1:])[:len(PATHS[path])]:
-            c, results = make_case(shape=(2, 2)), []
-            for mode in (torch.enable_grad, torch.inference_mode):
-                with mode():
-                    vars(c).update((name, x.detach().clone()) for name, x in vars(c).items()
-                                   if name not in learns)
-                y = outputs(call(api, path, c, **o))
-                results.append(gradients(sum(x.sum() for x in y.values()), *(
-                    getattr(c, name) for name in learns)))
-            same(*results)
+    reductions = ("mean", "sum", "none", "sample_mean") if path in LOSSES else [None]
+    for reduction, first in product(reductions, (0, 1)[:len(PATHS[path])]):
+        learn, results = PATHS[path][first:], []
+        for mode in (torch.enable_grad, torch.inference_mode):
+            c = make_case(shape=(2, 2))
+            with mode():
+                vars(c).update((name, x.detach().clone()) for name, x in vars(c).items()
+                               if name not in learn)
+            y = outputs(call(api, path, c, **dict(reduction=reduction) if reduction else {}))
+            results.append(gradients(
+                sum(x.sum() for x in y.values()), *(getattr(c, name) for name in learn)))
+        same(*results)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT])
 @pytest.mark.parametrize("path", TEACHER)
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 def test_fault_25_a_divergence_is_never_negative(api, dtype, path, divergence):
-    rng, n = torch.Generator().manual_seed(1), 200 if api is masked_ce else 10
+    rng, n = torch.Generator().manual_seed(1), 200 if api is masked_ce else 5
     z, noise = (torch.randn(n, 50, generator=rng) for _ in range(2))
     for size, offset in ((0, 300), (1e-4, 0), (1e-4, 300)):
         student, teacher = ((z + x + offset).to(DEVICE, dtype) for x in (0, size * noise))
         c = SimpleNamespace(logits=student, teacher=teacher, hidden=student, teacher_hidden=teacher,
-                            weight=torch.eye(50).to(student), bias=None, mask=None)
+                            weight=torch.eye(50).to(student), bias=None)
         c.teacher_weight, c.teacher_bias = c.weight, None
         loss = call(api, path, c, reduction="none", divergence=divergence)
         assert (loss >= 0).all() and (size > 0 or not loss.any())
@@ -718,55 +731,7 @@ def test_fault_25_a_divergence_is_never_negative(api, dtype, path, divergence):
         close(loss - right, torch.zeros(n).to(loss) + (loss - right).clamp(-4e-6, 4e-6))
 
 
-# --------------------------------------------------------------- labels and entropies by themselves
-@pytest.mark.parametrize("path", LOSS_ONLY)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "sample_mean"])
-def test_several_labels(api, path, reduction):
-    """Against separate losses, and with a teacher's top K against the dense distribution."""
-    c = make_case(DOUBLE, (3, 2), K=3)
-    o = dict(reduction="none", label_smoothing=0.1, z_loss=0.01)
-    each = [call(api, path, SimpleNamespace(**vars(c) | dict(
-        target=c.target[..., k].contiguous(), mask=c.mask[..., k])), **o) for k in range(3)]
-    right = torch.stack(each, -1)
-    a = torch.where(c.items, c.mask, 0).double()
-    if reduction in ("mean", "sample_mean"):
-        right = (right / a.sum() if reduction == "mean" else
-                 right / a.sum((1, 2), keepdim=True).clamp(min=1e-9) / c.keep.any(1).sum()).sum()
-    right = right.sum() if reduction == "sum" else right
-    loss = call(api, path, c, **o | dict(reduction=reduction))
-    close(loss, right.detach(), 1e-13)
-    upstream = torch.linspace(-1, 2, loss.numel(), device=DEVICE).view_as(loss)
-    for x, y in zip(gradients(loss, *leaves(c, path), upstream=upstream),
-                    gradients(right, *leaves(c, path), upstream=upstream)):
-        close(x, y, 1e-13)
-    if reduction != "sum":
-        return
-    # a teacher's probabilities of its top K: the rest of the mass is ignored
-    dense = torch.zeros(3, 2, 67, dtype=DOUBLE, device=DEVICE)
-    dense.scatter_add_(-1, torch.where(c.items, c.target, 0), a)
-    for other in (F.cross_entropy, api.masked_cross_entropy_from_distribution):
-        z = c.logits[c.keep] if path == "labels" else F.linear(c.hidden[c.keep], c.weight, c.bias)
-        right, loss = other(z, dense[c.keep], reduction="sum"), call(api, path, c, reduction="sum")
-        close(loss, right.detach(), 1e-13)
-        for x, y in zip(*(gradients(y, *leaves(c, path)) for y in (loss, right))):
-            close(x, y, 1e-12)
-
-
-@pytest.mark.parametrize("path", LOSS_ONLY)
-def test_several_labels_share_samples_and_divisors(api, path):
-    """1-D tokens are one sample; cu_seqlens and num_items count as they do for one label."""
-    c = make_case(shape=(9,), K=2)
-    each = call(api, path, c, reduction="none")
-    a = torch.where(c.items, c.mask, 0)
-    close(call(api, path, c, reduction="sample_mean"), (each.sum() / a.sum()).detach(), 1e-6)
-    close(call(api, path, c, num_items=7), (each.sum() / 7).detach(), 1e-6)
-    cu, parts = tensor([0, 4, 4, 9]), [slice(0, 4), slice(4, 9)]  # offsets are of tokens
-    means = [(each[part].sum() / a[part].sum()).item() for part in parts]
-    o = dict(reduction="sample_mean", cu_seqlens=cu)
-    close(call(api, path, c, **o), sum(means) / 2, 1e-6)
-    close(call(api, path, c, num_items=5, **o), sum(means) / 5, 1e-6)
-
-
+# ------------------------------------------------------------- log-probabilities, and what is taken
 ENTROPIES = [  # logits, label, its log-probability, entropy, correct
     ([0, 1, -inf], 1, -0.3132616875, 0.5822031089, True),
     ([0, 1, -inf], 2, -inf, 0.5822031089, False),
@@ -780,7 +745,7 @@ ENTROPIES = [  # logits, label, its log-probability, entropy, correct
 def test_entropies(api, path, z, y, log_prob, entropy, correct, r=None):
     p = tensor([z], dtype=DOUBLE).softmax(1)
     z = part(r, tensor([z], dtype=FLOAT), -1).clone().requires_grad_()
-    c = SimpleNamespace(logits=z, target=tensor([y]), mask=None, hidden=z.new_ones(1, 1),
+    c = SimpleNamespace(logits=z, target=tensor([y]), hidden=z.new_ones(1, 1),
                         weight=torch.zeros_like(z.t()), bias=z[0])
     results = call(api, path, c, r, vocab_size=3)
     for result, right in zip(results, ([log_prob], [entropy], [correct])):
@@ -793,7 +758,8 @@ def test_entropies(api, path, z, y, log_prob, entropy, correct, r=None):
 
 
 def test_types_and_dimensions(api):
-    """Any number type as mask, labels of both integer types, tokens of no dimension."""
+    """Any number type as mask, labels of both integer types, tokens of no dimension, negative
+    probabilities in a masked row, negative weights of a sum."""
     c = make_case()
     masks = c.mask > 1, (c.mask > 1).to(torch.uint8), (c.mask > 1).half(), (c.mask > 1).double()
     for path in LOSS_ONLY:
@@ -808,6 +774,10 @@ def test_types_and_dimensions(api):
                  api.masked_linear_cross_entropy(z, torch.eye(67, device=DEVICE), y),
                  api.masked_cross_entropy_from_distribution(z, F.one_hot(y, 67).float())):
         close(loss, F.cross_entropy(z.double(), y).item())
+    q = tensor([[0.5, 0.5, 0], [-2.0, 3, nan]])
+    loss = api.masked_cross_entropy_from_distribution(torch.zeros_like(q), q, tensor([1, 0]))
+    close(loss, log(3))
+    close(api.token_weights(tensor([1.0, -2, 3]), "sum"), [1, -2, 3])
 
 
 # ------------------------------------------------------------------------------- what autograd asks
@@ -828,9 +798,9 @@ def test_fault_21_function_transforms(api, path, name):
     torch._dynamo.reset()
     rng = torch.Generator().manual_seed(0)
     z, t = (torch.randn(4, 7, generator=rng).to(DEVICE) for _ in range(2))
-    one = torch.eye(7, device=DEVICE)
+    one, q = torch.eye(7, device=DEVICE), t.softmax(1)
     c = SimpleNamespace(target=tensor([1, 2, IGN, 3]), keep=tensor([True, True, False, True]),
-                        mask=torch.ones(4, device=DEVICE), teacher=t, probabilities=t.softmax(1),
+                        mask=torch.ones(4, device=DEVICE), teacher=t, probabilities=q,
                         weight=one, bias=one[0], teacher_hidden=t, teacher_weight=one,
                         teacher_bias=None)
     o = {} if path in GIVEN_LOGITS else dict(max_kept=4)
@@ -840,14 +810,11 @@ def test_fault_21_function_transforms(api, path, name):
         return y if path in LOSSES else (y.log_prob * 2 + y.entropy).sum()
 
     def theirs(z):
-        kept = (z if path in GIVEN_LOGITS else z + one[0])[[0, 1, 3]]
-        if path in LOSS_ONLY:
-            return F.cross_entropy(kept, c.target[[0, 1, 3]])
+        kept = (z if path in GIVEN_LOGITS else z + one[0])[c.keep]
         if path in LOSSES:
-            return F.cross_entropy(kept, t.softmax(1)[[0, 1, 3]])
+            return F.cross_entropy(kept, c.target[c.keep] if path in LOSS_ONLY else q[c.keep])
         log_p = kept.log_softmax(1)
-        return -2 * F.nll_loss(log_p, c.target[[0, 1, 3]], reduction="sum") - (
-            log_p.exp() * log_p).sum()
+        return 2 * (log_p * one[c.target[c.keep]]).sum() - (log_p.exp() * log_p).sum()
 
     transform = TRANSFORMS[name]
     if api is masked_ce:
@@ -875,46 +842,46 @@ def test_second_derivatives(api, path, o):
     if api is masked_ce:
         assert torch.autograd.gradgradcheck(loss, x)
         return
-    for kwargs in (dict(create_graph=True), dict(is_grads_batched=True)):
-        with pytest.raises(RuntimeError, match="once_differentiable|torch.func"):
-            y = loss(*x)[0]
-            upstream = torch.ones_like(y)
-            if "is_grads_batched" in kwargs:
-                torch.autograd.grad(y, x, torch.stack([upstream, upstream]), **kwargs)
-            torch.autograd.grad(torch.autograd.grad(y, x, upstream, **kwargs)[0].sum(), x)
+    y, z = loss(*x)[0], loss(*x)[0]
+    one = torch.ones_like(y)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(torch.autograd.grad(y, x, one, create_graph=True)[0].sum(), x)
+    with pytest.raises(RuntimeError, match="torch.func"):
+        torch.autograd.grad(z, x, torch.stack([one, one]), is_grads_batched=True)
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_inputs_changed_before_backward(api, path):
     """Right, or torch's error that something was changed. Given logits, F.cross_entropy allows it,
     so the reference is right; the Triton file reads the logits again, and says so."""
-    names = *PATHS[path], "target", "mask", "teacher", "teacher_hidden", "teacher_weight"
-    cases = [({}, name) for name in names]
-    if "hidden" in names:
-        cases += [(dict(chunk_size=1), "hidden"), (dict(chunk_size=1), "weight")]
-    for strategy, name in cases:
-        c, results = make_case(shape=(2, 2)), []
-        for change in (False, True):
-            copies = SimpleNamespace(**{n: x.clone() for n, x in vars(c).items()})
-            y = outputs(call(api, path, copies, **strategy))
-            if change:
-                getattr(copies, name).detach().mul_(2)  # which counts as a change too
-            try:
-                results.append(gradients(sum(x.sum() for x in y.values()), *leaves(c, path)))
-            except RuntimeError as error:
-                assert "modified by an inplace operation" in str(error)
-                assert change and (api is not masked_ce or path != "labels")
-        assert len(results) == 1 or api is masked_ce or name != "logits"
-        same(*results) if len(results) == 2 else None
+    target = dict(probabilities=["probabilities"], teacher=["teacher"],
+                  distillation=["teacher_hidden", "teacher_weight"]).get(path, ["target"])
+    c, cases = make_case(shape=(2, 2)), [({}, x) for x in (None, *PATHS[path], *target, "mask")]
+    if "hidden" in PATHS[path]:
+        cases += [(dict(chunk_size=1), name) for name in (None, "hidden", "weight")]
+    for o, name in cases:
+        copies = SimpleNamespace(**{n: x.clone() for n, x in vars(c).items()})
+        y = outputs(call(api, path, copies, **o))
+        if name:
+            getattr(copies, name).detach().mul_(2)  # which counts as a change too
+        try:
+            grads = gradients(sum(x.sum() for x in y.values()), *leaves(c, path))
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            assert name and (api is not masked_ce or path != "labels")
+            continue
+        assert api is masked_ce or name != "logits"
+        right = right if name else grads
+        same(grads, right)
 
 
 def count_syncs(step):
-    step()  # compiles
     if DEVICE == "cpu":
         with torch.profiler.profile() as profile:
             step()
         return sum(event.name in ("aten::nonzero", "aten::_local_scalar_dense")
                    for event in profile.events())
+    step()  # compiles
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -926,14 +893,8 @@ def count_syncs(step):
 @pytest.mark.parametrize("path, o", [x for x in VALUES if "hidden" in PATHS[x[0]] or not x[1]])
 def test_host_syncs(api, path, o):
     c, o = case_of(o, BFLOAT, (2, 2))
-    o.pop("of", None)
     syncs = int("hidden" in PATHS[path] and "max_kept" not in o and o.get("skip") != "none")
-
-    def step():
-        y = outputs(call(api, path, c, **o)).values()
-        sum(x.sum() for x in y).backward()
-
-    assert syncs == count_syncs(step)
+    assert syncs == count_syncs(lambda: all_of(call(api, path, c, **o), c, path))
 
 
 @pytest.mark.parametrize("path", ["labels", "linear"])
@@ -943,13 +904,14 @@ def test_float16_keeps_the_gradient_of_small_classes(api, path):
     close(dz[:, 1], [exp(-16.625) * 2**16], rel=2**-7)
 
 
-@pytest.mark.parametrize("path", ["linear", "linear none", "distillation", "linear_log_probs"])
-def test_autocast(api, path):
-    path, *reduction = path.split()
-    o = {"reduction": x for x in reduction}
-    upstream = 1.0 if path in LOSSES else dict(log_prob=1.0, entropy=1.0)
-    autocast = torch.autocast(DEVICE, BFLOAT)(call)
-    results = outcome(api, path, make_case(), f=autocast, upstream=upstream, **o)
+LINEAR_WAYS = pytest.mark.parametrize("path, o", [  # one number, or an upstream for each token
+    ("linear", {}), ("linear", dict(reduction="none")), ("distillation", {}),
+    ("linear_log_probs", {})])
+
+
+@LINEAR_WAYS
+def test_autocast(api, path, o):
+    results = outcome(api, path, make_case(), f=torch.autocast(DEVICE, BFLOAT)(call), **o)
     assert all(x.dtype in (FLOAT, torch.bool) and x.isfinite().all() for x in results.values())
     for name, x in outputs(call(api, path, make_case(BFLOAT), **o)).items():
         if api is masked_ce or DEVICE == "cuda" or name == "correct":
@@ -960,13 +922,11 @@ def test_autocast(api, path):
     assert not torch.equal(next(iter(results.values())), wide)
 
 
-@pytest.mark.parametrize("path", ["linear", "linear none", "distillation", "linear_log_probs"])
-def test_more_kept_than_max_kept_is_loud(api, path):
-    path, *reduction = path.split()
-    upstream = 1.0 if path in LOSSES else dict(log_prob=1.0, entropy=1.0)
-    o, c = {"reduction": x for x in reduction}, make_case()
-    for o["chunk_size"] in (None, 2):
-        for name, x in outcome(api, path, c, max_kept=5, upstream=upstream, **o).items():
+@LINEAR_WAYS
+def test_more_kept_than_max_kept_is_loud(api, path, o):
+    c = make_case()
+    for size in (None, 2):
+        for name, x in outcome(api, path, c, max_kept=5, chunk_size=size, **o).items():
             if x.shape[:2] == c.keep.shape:
                 assert not x[~c.keep].any()
                 x = x[c.keep]
@@ -1039,14 +999,6 @@ def test_bad_input(api, error, f, change, says):
         getattr(api, f)(**o)
 
 
-def test_bad_values_in_masked_rows_are_not_there(api):
-    q = tensor([[0.5, 0.5, 0], [-2.0, 3, nan]])
-    loss = api.masked_cross_entropy_from_distribution(torch.zeros_like(q), q, tensor([1, 0]))
-    close(loss, log(3))
-    weights = api.token_weights(tensor([1.0, -2, 3]), "sum")
-    close(weights, [1, -2, 3])
-
-
 @pytest.fixture
 def one_rank(tmp_path):
     backend = "nccl" if DEVICE == "cuda" else "gloo"
@@ -1071,25 +1023,19 @@ def test_a_vocabulary_group_of_one_rank(api, one_rank):
         check(api, path, make_case(), r)
 
 
-# --------------------------------------------------------- what is traced, fake, or a public name
 @pytest.mark.parametrize("path, o", VALUES)
 def test_meta_and_fake_tensors(api, path, o):
     """Shapes and dtypes of results and gradients without a value."""
     c, o = case_of(o, BFLOAT, (2, 2))
-    o.pop("of", None)
-    real = outputs(call(api, path, c, **o))
-    fake = FakeTensorMode()
+    real, fake = all_of(call(masked_ce, path, c, **o), c, path), FakeTensorMode()
     for mode, convert in ((torch.enable_grad(), lambda x: x.to("meta")), (fake, fake.from_tensor)):
         copies = SimpleNamespace(**{name: convert(x.detach()).requires_grad_(x.requires_grad)
                                     for name, x in vars(c).items()})
         with mode:
-            results = outputs(call(api, path, copies, **o))
-            for name, x in results.items():
-                y = real[name]
-                assert (x.shape, x.dtype, x.requires_grad) == (y.shape, y.dtype, y.requires_grad)
-            x = leaves(copies, path)
-            for x, grad in zip(x, gradients(sum(y.sum() for y in results.values()), *x)):
-                assert (x.shape, x.dtype, x.device) == (grad.shape, grad.dtype, grad.device)
+            results = all_of(call(api, path, copies, **o), copies, path)
+        for x, y in zip(results, real, strict=True):
+            assert (x.shape, x.dtype, x.requires_grad) == (y.shape, y.dtype, y.requires_grad)
+            assert x.device == copies.target.device
 
 
 @pytest.mark.parametrize("path", GIVEN_LOGITS)
@@ -1137,9 +1083,7 @@ def compiled_steps(f, path, cases):
 
 
 def step(f, path, c, *arguments):
-    y = [*outputs(f(c, *arguments)).values()]
-    grads = gradients(sum((x.float() ** 2).sum() for x in y), *leaves(c, path))
-    return [x.detach().to(FLOAT) for x in (*y, *grads)]
+    return [x.detach().to(FLOAT) for x in all_of(f(c, *arguments), c, path)]
 
 
 NO_SYNC = [*((path, {}) for path in GIVEN_LOGITS if path != "probabilities"),
@@ -1194,7 +1138,7 @@ def test_annealed_options_do_not_recompile(api, path):
         o = dict(max_kept=9) if path == "linear" else {}
         return call(api, path, c, **dict(zip(ANNEALED, values)), **o)
 
-    cases = [(make_case(shape=(5,)), *(0.1 + i / 9 + n / 30 for i in range(5))) for n in range(5)]
+    cases = [(make_case(shape=(5,)), *(0.1 + i / 9 + n / 30 for i in range(5))) for n in range(4)]
     results, graphs, _ = compiled_steps(loss, path, cases)
     assert len(graphs) <= 6  # of given numbers, and of any
     for case, result in zip(cases, results):
@@ -1221,19 +1165,14 @@ def test_two_copies_do_not_mix(triton_api, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_other_triton_versions_launch_in_the_ordinary_way(triton_api, monkeypatch, path):
-    c = make_case()
-    upstream = 1.0 if path in LOSSES else dict(log_prob=1.0, entropy=1.0)
-    fast = outcome(triton_api, path, c, upstream=upstream)
-    monkeypatch.setattr(triton_api, "fast_launch", False)
-    same(outcome(triton_api, path, c, upstream=upstream), fast)
-
-
-def test_the_same_bits_every_run(api):
-    for path in PATHS:
-        c = make_case(BFLOAT)
-        upstream = 1.0 if path in LOSSES else dict(log_prob=1.0, entropy=1.0)
-        same(*(outcome(api, path, c, upstream=upstream) for _ in range(2)))
+def test_the_same_bits_every_run(api, monkeypatch, path):
+    """Also where another version of Triton has to launch in the ordinary way."""
+    c = make_case(BFLOAT)
+    first, second = outcome(api, path, c), outcome(api, path, c)
+    same(first, second)
+    if api is not masked_ce:
+        monkeypatch.setattr(api, "fast_launch", False)
+        same(first, outcome(api, path, c))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -1248,8 +1187,7 @@ class TestGPU:
         c, o = make_case(BFLOAT), {} if PATHS[path] == ["logits"] else dict(max_kept=9)
 
         def step():
-            y = outputs(call(api, path, c, **o)).values()
-            return *y, *torch.autograd.grad(sum(x.sum() for x in y), leaves(c, path))
+            return all_of(call(api, path, c, **o), c, path)
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -1338,34 +1276,31 @@ def no_rank_waits(r):
 
 
 def vocabulary_parallel(r):
-    c, first = make_case(DOUBLE, (2, 3), V=12, H=5), r.rank == 0
-    some = VALUES[:7] + [value for value in VALUES if "padding" in value[1]][::2]  # to save time
-    for path, o in VALUES if r.world == 2 else some:
+    two = r.world == 2  # in 4 ranks less, to save time: shards that merge twice, or hold nothing
+    for path, o in VALUES if two else [x for x in VALUES if "padding" in x[1]]:
         if path in SPLIT:
-            case, o = case_of(o, DOUBLE, (2, 3), V=12, H=5)
-            check(r.api, path, case, r, **o)
-    for name, (paths, z, _, o, *_) in FAULTS.items():
-        number = name.split()[0]
-        if number in ("4", "10", "14", "15", "20"):
-            continue
-        if r.world == 4 and number not in ("1", "11", "22", "29", "dead"):  # to save time
-            continue
+            check_value(r.api, path, o, DOUBLE, (2, 2), 12, 5, r=r)
+    some = r"2 offset|3|6 (1e.08|close)|7.*|11.*|22|2[67]|29.*nan|dead.*|float64.*"
+    for name in filter(re.compile(some if two else r"11.*|22|dead 0").fullmatch, FAULTS):
+        paths, z, _, o, *_ = FAULTS[name]
         for path in paths:
             whole = path == "distillation" or "linear" in path and len(z) > 1  # see `through`
             even = torch.tensor(z).shape[-1] % r.world == 0 or "vocab_size" in o
             if even and not whole:
                 test_faults(r.api, path, name, r)
     test_linear_faults(r.api, "linear", "12", {}, r)
-    for path, case in product(["log_probs", "linear_log_probs"], ENTROPIES[::2]):
+    for path, case in product(["log_probs", "linear_log_probs"], ENTROPIES[::2 if two else 4]):
         test_entropies(r.api, path, *case, r)
-    if r.world == 2:
+    if two:
+        c, first = make_case(DOUBLE, (2, 2), V=12, H=5), r.rank == 0
         if r.api is not masked_ce:
             compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
             check(r.api, "labels", c, r, f=compiled)
             check(r.api, "linear", c, r, f=compiled, max_kept=9)
-        for path, empty in [*product(("labels", "probabilities"), EMPTY), ("linear", "ignored")]:
+        for path, empty in [*product(["labels"], EMPTY), ("probabilities", "ignored"),
+                            ("linear", "ignored")]:
             test_fault_13_nothing_kept(r.api, path, None, empty, r)
-        for strategy, reduction in product(STRATEGIES[5:], ("mean", "none")):
+        for strategy, reduction in product(STRATEGIES[2:7], ("mean", "none")):
             for wanted in ((True, first, not first), (False, first, first)):  # frozen on some ranks
                 check(r.api, "linear", c, r, wanted, reduction=reduction, **strategy)
 
@@ -1373,7 +1308,7 @@ def vocabulary_parallel(r):
 def two_parts(r):
     """Faults 10 and 15: samples, and packed samples cut at a token."""
     names = "10", "15 mean", "15 sample_mean", "15 mean [0, 5, 6]", "15 sample_mean [0, 5, 6]"
-    for name, path in product(names, ("labels", "linear", "probabilities")):
+    for name, path in zip(names, 2 * ("labels", "linear", "probabilities")):
         _, z, y, o, right, dz = FAULTS[name]
         z, y = part(r, tensor(z, dtype=DOUBLE)).clone().requires_grad_(), part(r, tensor(y))
         count = dict(reduction=o["reduction"], process_group=r.group)
@@ -1392,9 +1327,9 @@ def two_parts(r):
 # --------------------------------------------------------------------------- README, word for word
 README = Path(masked_ce.__file__).with_name("README.md").read_text()
 BLOCKS = dict(re.findall(r"<!-- block: (\w+)[^\n]*\n```python\n(.*?)```", README, re.DOTALL))
-TOKENS = (torch.arange(48, device=DEVICE) * 7 % 11).view(8, 6)  # of 8 samples
+TOKENS = (torch.arange(24, device=DEVICE) * 7 % 11).view(4, 6)  # of 4 samples
 LABELS = (TOKENS * 3 % 11).masked_fill(TOKENS % 3 == 0, IGN)
-LABELS[4:] = IGN  # the later ranks keep nothing
+LABELS[2:] = IGN  # the later ranks keep nothing
 
 
 def block(name, api, **names):
@@ -1419,17 +1354,17 @@ def test_readme_and_docstrings(api):
     close(names["logits"].grad, [[0.0900305732, 0.2447284711, -0.3347590442], [0, 0, 0]], 1e-6)
     # accumulation: uneven micro-batches
     model = torch.nn.Embedding(11, 11, device=DEVICE, dtype=DOUBLE)
-    loader = [list(zip(TOKENS.split([1, 5, 2]), LABELS.split([1, 5, 2])))]
+    loader = [list(zip(TOKENS.split([1, 2, 1]), LABELS.split([1, 2, 1])))]
     block("accumulation", api, model=model, loader=loader, optimizer=Mock())
     right = F.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten())
     close(model.weight.grad, *gradients(right, model.weight), 4e-12)
     # linear: the four lines agree, and read the device as often as they say
-    hidden, weight = (torch.randn(*x, 4, device=DEVICE, dtype=DOUBLE) for x in ((8, 6), (11,)))
+    hidden, weight = (torch.randn(*x, 4, device=DEVICE, dtype=DOUBLE) for x in ((4, 6), (11,)))
     names = vars(api) | dict(
         F=F, torch=torch, logits=(z := F.linear(hidden, weight)), teacher=torch.randn_like(z),
         labels=LABELS, ids=LABELS.clamp(min=0), mask=LABELS != IGN, hidden=hidden, weight=weight,
         advantage=torch.linspace(-1, 1, 6, device=DEVICE), c=torch.rand(11).to(z) + 0.5,
-        T=torch.rand(8, 6).to(z) + 0.5, token_loss=F.cross_entropy(z.mT, LABELS, reduction="none"))
+        T=torch.rand(4, 6).to(z) + 0.5, token_loss=F.cross_entropy(z.mT, LABELS, reduction="none"))
     for line in BLOCKS["linear"].splitlines():
         assert count_syncs(lambda: exec(line, names)) == int(re.search(r"# (\d)", line)[1])
         close(names.pop("loss"), F.cross_entropy(z.mT, LABELS).item())
@@ -1533,8 +1468,7 @@ def both_ways(api, model, **options):
 
 
 @pytest.mark.parametrize("name, config, lora", [
-    ("Llama", {}, False), ("Llama", {}, True), ("Llama", dict(tie_word_embeddings=True), False),
-    ("Llama", dict(tie_word_embeddings=True), True), ("Granite", dict(logits_scaling=8.0), False),
+    ("Llama", dict(tie_word_embeddings=True), False), ("Granite", dict(logits_scaling=8.0), False),
     ("Cohere", dict(logit_scale=1 / 16), True), ("Gemma2", dict(final_logit_softcapping=2.0), True),
     ("Phi", {}, True), ("Mixtral", dict(output_router_logits=True), False)])
 def test_readme_models(api, monkeypatch, name, config, lora):
@@ -1588,7 +1522,7 @@ def test_readme_trainers(api, tmp_path):
     def check_step(trainers, arguments, **names):
         arguments = arguments(
             output_dir=tmp_path, max_steps=1, per_device_train_batch_size=1, learning_rate=1.0,
-            gradient_accumulation_steps=8, optim="sgd", max_grad_norm=0, bf16=False, report_to=[],
+            gradient_accumulation_steps=4, optim="sgd", max_grad_norm=0, bf16=False, report_to=[],
             use_cpu=DEVICE == "cpu")
         trained = [copy.deepcopy(model) for model in models]
         for trainer, model in zip(trainers, trained):
