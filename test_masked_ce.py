@@ -1295,15 +1295,22 @@ def vocabulary_parallel(r):
 
 
 def two_parts(r):
-    """Faults 10 and 15: weights of samples, and of packed samples that are cut at a token."""
-    for how, *few, one in (("mean", *[1 / 6] * 6), ("sample_mean", *[1 / 10] * 5, 1 / 2)):
-        keep, count = part(r, tensor([[1] * 5, [1] + [0] * 4])), r.api.count_items
-        w = r.api.token_weights(keep, how, num_items=count(keep, how, process_group=r.group))
-        close(w, part(r, tensor([few, [one] + [0] * 4])))
-        cu = tensor([[0, 3, 3], [0, 2, 3]][r.rank])
-        w = r.api.token_weights(
-            torch.ones(3, device=DEVICE), how, cu_seqlens=cu, process_group=r.group)
-        close(w, part(r, tensor([*few, one])))
+    """Faults 10 and 15: samples, and packed samples cut at a token."""
+    names = "10", "15 mean", "15 sample_mean", "15 mean [0, 5, 6]", "15 sample_mean [0, 5, 6]"
+    for name, path in product(names, ("labels", "linear", "probabilities")):
+        _, z, y, o, right, dz = FAULTS[name]
+        z, y = part(r, tensor(z, dtype=DOUBLE)).clone().requires_grad_(), part(r, tensor(y))
+        count = dict(reduction=o["reduction"], process_group=r.group)
+        if "cu_seqlens" in o:
+            count["cu_seqlens"] = tensor([[0, 3, 3], [0, 2, 3]][r.rank])
+            o = dict(reduction="sum", mask=r.api.token_weights((y != IGN).double(), **count))
+        else:
+            o = o | dict(num_items=r.api.count_items(y != IGN, **count))
+        loss = through(r.api, path, z, y, **o)
+        if dz:  # of the sum: that is times the ranks, then averaged
+            close(gradients(loss, z)[0], part(r, tensor(dz)))
+        dist.all_reduce(loss := loss.detach())
+        close(loss, right)
 
 
 # --------------------------------------------------------------------------- README, word for word
