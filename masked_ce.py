@@ -5,15 +5,16 @@ Every masked loss is a weighted sum of per-token losses,
 
     L = sum_i w_i * l_i            dL/dlogits_i = w_i * (softmax(logits_i) - target_i)
 
-and mask, reduction, micro-batches, ranks and packing only choose w. w_i = 0 means that the token is
-not there: nothing in its row reaches a result, and its gradient is exactly 0, even where the row
-holds NaN. So rows are *selected* by w before any arithmetic; `loss * mask` computes 0 * NaN.
+and mask, reduction, micro-batches, data-parallel ranks and packing only choose w. (target_i is 1 at
+the label, else 0.) w_i = 0 means that the token is not there: nothing in its row reaches a result,
+and its gradient is exactly 0, even where the row holds NaN. So rows are *selected* by w before any
+arithmetic; `loss * mask` computes 0 * NaN.
 Autograd makes all gradients, but for the two steps of part 4 that cross ranks: the formula above
 (of plain cross-entropy) is the only one to read here.
 
 Symbols  N tokens, K labels a token (1, or target's last dimension), V vocabulary, H hidden size;
-         a_i token weight (the mask), w_i = a_i / divisor; z logits after softcap and temperature,
-         p = softmax(z), lse = log sum exp z; q the target's probabilities
+         a_i token weight (the mask), w_i its weight in the loss; z logits after softcap and
+         temperature, p = softmax(z), lse = log sum exp z; q the target's probabilities
 Counts   "2R 1W" beside a step: it reads N*V elements twice and writes them once
 Order    1 weights  2 losses of rows  3 the linear path, in chunks of rows  4 a vocabulary that is
          split over ranks  5 checks  6 the public losses
@@ -75,7 +76,8 @@ def token_weights(
     reduction: str = "mean",
     *, cu_seqlens: Optional[Tensor] = None, num_items=None, process_group=None,
 ) -> Tensor:  # (...) float32, float64 where keep is
-    """w = a / sum(a) for "mean", a / (its sample's sum of a) / samples for "sample_mean", else a.
+    """w = a / sum(a) for "mean", else a; for "sample_mean" a / (its sample's sum of a) / (number of
+    samples that keep a token). For a loss: loss_mask=w, reduction="sum".
 
     num_items, a number or a tensor of one, replaces the divisor: what the whole step keeps, over
     all micro-batches and ranks (of "sample_mean": samples that keep a token). process_group is for
@@ -95,8 +97,8 @@ def token_weights(
 def count_items(
     keep: Tensor, reduction="mean", *, cu_seqlens: Optional[Tensor] = None, process_group=None
 ) -> Tensor:  # 0-dim, int64 (float64 for "mean" where keep holds floats)
-    """The divisor: kept tokens (the sum of `keep`) or samples that keep one; added up over the
-    ranks of process_group, of which each has *other* samples (data parallelism).
+    """num_items of a step: kept tokens (the sum of `keep`), or samples that keep one; added up over
+    the ranks of process_group, of which each has *other* samples (data parallelism).
 
     >>> count_items(torch.tensor([[True, True], [False, False]]), "sample_mean").item()
     1
@@ -105,12 +107,13 @@ def count_items(
         raise ValueError(f"reduction must be 'mean' or 'sample_mean', got {reduction!r}")
     check_mask("keep", keep, (...,))
     a = keep.double()  # exact: in bfloat16 257 ones sum to 256
-    offsets, valid = sample_offsets(a, a.shape, cu_seqlens)
+    offsets, valid = sample_offsets(a, a.shape, cu_seqlens, process_group)
     if reduction == "mean":
         count = a.sum() if keep.is_floating_point() else a.sum().long()
     else:
         count = (sample_sums(a, offsets) != 0).sum()
-    count = torch.where(valid, count, -(2**40))  # negative over all ranks, so that weights are NaN
+    # Bad cu_seqlens: so negative that the sum over ranks is too, of which item_weights makes NaN.
+    count = torch.where(valid, count, -(2**40))
     return sum_over_ranks(count, process_group)
 
 
@@ -118,12 +121,9 @@ def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=
     """w of each item, in float64, from a: an item is a token, or one of its K labels, where a has
     one dimension more than `tokens`."""
     num_items = check_num_items(num_items, reduction)
-    offsets, valid = sample_offsets(a, tokens, cu_seqlens)
+    offsets, valid = sample_offsets(a, tokens, cu_seqlens, group)
     if reduction in ("sum", "none"):
         return torch.where(valid, a, NAN)
-    wrong, K = ~((0 <= a) & (a < INF)), labels_per_token(a, tokens)
-    check_values(wrong, lambda i: f"{reduction!r} takes token weights from 0 up, "
-                                  f"got {a.flatten()[i].item()} at token {i // K}")
     if reduction == "mean":
         share, divisor = a, sum_over_ranks(a.sum(), group)
     else:
@@ -131,6 +131,10 @@ def item_weights(a, tokens: torch.Size, reduction, cu_seqlens, num_items, group=
         own_sum = sums.repeat_interleave(offsets.diff(), output_size=a.numel())
         share = a / own_sum.view(a.shape)  # 0 / 0 where a sample keeps nothing: 0 below
         divisor = (sums != 0).sum()
+    # After the sums over ranks, or the others would wait for a rank that raises.
+    wrong, K = ~((0 <= a) & (a < INF)), labels_per_token(a, tokens)
+    check_values(wrong, lambda i: f"{reduction!r} takes token weights from 0 up, "
+                                  f"got {a.flatten()[i].item()} at token {i // K}")
     if isinstance(num_items, Tensor):
         divisor = num_items.to(a.device, torch.float64)  # from another device: it may sync
     elif num_items is not None:
@@ -146,11 +150,10 @@ def labels_per_token(items: Tensor, tokens: torch.Size) -> int:
     return items.shape[-1] if items.dim() > len(tokens) else 1
 
 
-def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
-    """-> offsets (samples + 1,): where each sample begins among a's items, of which a token has K,
-    and at last their number; and a 0-dim bool: are cu_seqlens right? A sample is an index of the
-    first dimension of `tokens`, all of a 1-D one, or a segment that cu_seqlens cut out of the
-    flattened tokens."""
+def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens, group=None):
+    """-> offsets, valid. offsets[s] to offsets[s + 1] are sample s's items in a.flatten(). valid,
+    a 0-dim bool: are cu_seqlens right? A sample is an index of the first dimension of `tokens`, or
+    all of a 1-D one, or a segment that cu_seqlens cut out of the flattened tokens."""
     K = labels_per_token(a, tokens)
     n = a.numel() // K  # (tokens.numel() would make torch.export take it for a constant)
     if cu_seqlens is None:
@@ -162,18 +165,19 @@ def sample_offsets(a: Tensor, tokens: torch.Size, cu_seqlens):
         raise ValueError(f"cu_seqlens must be (samples + 1,), got {tuple(cu_seqlens.shape)}")
     wrong = torch.cat([cu_seqlens[:1] != 0, cu_seqlens[1:] < cu_seqlens[:-1]])
     wrong[-1] |= cu_seqlens[-1] != n
-    check_values(wrong, lambda i: f"cu_seqlens must rise from 0 to the {n} tokens; position {i} of "
-                                  f"{cu_seqlens.tolist()} does not")
+    if group is None:  # (other ranks would wait for one that raises: NaN says it, too)
+        check_values(wrong, lambda i: f"cu_seqlens must rise from 0 to the {n} tokens; position {i}"
+                                      f" of {cu_seqlens.tolist()} does not")
     valid = ~wrong.any()
     offsets = torch.where(valid, cu_seqlens.long(), 0)
-    offsets[-1] = n  # if they are wrong: one sample of all tokens, no index out of bounds
+    offsets[-1] = n  # if they are wrong: the last sample has all tokens, no index is out of bounds
     return offsets * K, valid
 
 
 def sample_sums(a: Tensor, offsets: Tensor) -> Tensor:  # -> (samples,)
-    """segment_reduce adds the items between two offsets, in an order that is always the same.
-    initial: what a sample without items sums to. unsafe: no check of the offsets, which would wait
-    for the GPU; sample_offsets has seen to them."""
+    """The sum of each sample's items, in an order that is always the same. initial: what a sample
+    without items sums to. unsafe: no check of the offsets, which would wait for the GPU;
+    sample_offsets has seen to them."""
     items = a.reshape(-1).contiguous()
     return torch.segment_reduce(items, "sum", offsets=offsets, initial=0, unsafe=True)
 
@@ -197,8 +201,8 @@ def selected(x: Tensor, w: Tensor) -> Tensor:
 
 
 def weighted(w: Tensor, losses: Tensor) -> Tensor:
-    """w * losses, and 0 where w is 0 even if the loss is inf: of one of a row's K labels, say. (The
-    rows in which nothing counts are 0 before: `selected`.)"""
+    """w * losses, and 0 where w is 0: if only some of a row's K labels are masked, the loss of one
+    of these may be inf. (Rows that are masked as a whole are 0 already: `selected`.)"""
     return torch.where(w != 0, w * losses, 0.0)
 
 
@@ -217,9 +221,9 @@ def transformed(logits: Tensor, softcap=None, temperature=1.0) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """torch.tanh with a better gradient: where tanh rounds to 1, its own slope 1 - tanh^2 is 0.
-    There we take tanh |x| = 1 - 2 s with s = sigmoid(-2 |x|), small and so with all its digits;
-    autograd's slope of it is 4 s (1 - s)."""
+    """torch.tanh with a better gradient: near 1 tanh has lost the digits of its slope 1 - tanh^2.
+    So where |x| >= 1 we use tanh |x| = 1 - 2 s, s = sigmoid(-2 |x|): s is tiny but has all its
+    digits, and autograd's slope is 4 s (1 - s), the same number."""
     saturated = x.sign() * (1 - 2 * torch.sigmoid(-2 * x.abs()))
     return torch.where(x.abs() < 1, torch.tanh(x), saturated)
 
@@ -243,7 +247,8 @@ def distribution_losses(
     logits, target, w, *, divergence, softcap, temperature, target_format="logits",
     teacher_softcap=None, **_
 ) -> tuple[Tensor]:  # ((n, 1),)
-    """target (n, V): the probabilities q, or a teacher's logits, q = softmax(their z)."""
+    """target (n, V): the probabilities q; or a teacher's logits, whose softmax (after softcap and
+    temperature) is q."""
     log_p = transformed(logits, softcap, temperature).log_softmax(1)
     target = target.to(log_p.dtype)
     if target_format == "logits":
@@ -273,7 +278,8 @@ def negative_rows(q: Tensor) -> Tensor:  # (n, V) -> (n, 1)
 
 
 class LogProbs(NamedTuple):
-    """What masked_log_probs gives for each token: 0, 0 and False where masked."""
+    """What masked_log_probs gives for each token: 0, 0 and False where masked. Of K labels each has
+    a log_prob; the entropy is 0 where none counts; correct is about the first."""
 
     log_prob: Tensor  # log p of its label, in target's shape
     entropy: Tensor  # -sum p log p, in the shape of the tokens
@@ -281,7 +287,7 @@ class LogProbs(NamedTuple):
 
 
 def log_probs(logits, labels, w, *, softcap, temperature, **_) -> LogProbs:  # (n, K), (n,), (n,)
-    """w is 1, 0, or NaN where a label is wrong; amax takes on a NaN."""
+    """w is 1, 0, or NaN where a label is wrong; so w.amax(1) is 1 where any counts, or NaN."""
     z = transformed(logits, softcap, temperature)
     log_p = z.log_softmax(1)
     log_prob = log_p.gather(1, labels)
@@ -300,7 +306,7 @@ def head_logits(weight: Tensor, bias: Optional[Tensor], v: "Vocabulary", logits_
 
     A head that learns is copied first, into float32 blocks:
     - float32, because autograd adds up the gradients of all chunks in the copy's dtype
-    - blocks, because a gradient that is added needs its memory twice: now only a block's
+    - blocks, because to add a gradient takes a second tensor of its size: now only of a block's
     - a copy even of float32, because backward computes logits again, and must find the weight that
       forward used, even if an optimizer has changed it since
     """
@@ -319,12 +325,13 @@ def head_logits(weight: Tensor, bias: Optional[Tensor], v: "Vocabulary", logits_
         gemm_dtype = autocast or rows.dtype
         out_dtype = torch.promote_types(gemm_dtype, logits_dtype or gemm_dtype)
 
-        def cast(x):  # rounded to gemm_dtype; F.linear's result has the dtype that it is given
+        def cast(x):  # rounds to gemm_dtype, then widens: the GEMM runs in out_dtype
             return None if x is None else x.to(gemm_dtype).to(out_dtype)
 
         # autocast, which would round float32 logits, is off here: cast does its work
         with torch.autocast(rows.device.type, enabled=False) if autocast else nullcontext():
-            parts = [F.linear(cast(rows), cast(w), cast(b)) for w, b in zip(weights, biases)]
+            parts = [F.linear(cast(rows), cast(block), cast(b))
+                     for block, b in zip(weights, biases)]
         return whole_rows(parts[0] if len(parts) == 1 else torch.cat(parts, 1), v)
 
     return logits
@@ -337,7 +344,7 @@ def chunk_rows(n: int, limit: int) -> int:
 
 
 def kept_first(keep: Tensor) -> Tensor:
-    """The rows in another order: those to keep first, and in order. No sync, a fixed shape."""
+    """An index that puts the rows to keep first, in order. No sync, a fixed shape."""
     return (~keep).byte().argsort(stable=True)
 
 
@@ -352,7 +359,7 @@ def kept_rows(keep: Tensor, skip: str, size: int, max_kept=None) -> Optional[Ten
     if skip == "none":
         return None
     if max_kept is not None:  # where fewer are kept, masked rows fill up
-        return kept_first(keep)[: max(max_kept, 1)]  # 1: if one is kept all the same, it gives NaN
+        return kept_first(keep)[: max(max_kept, 1)]  # 1: max_kept=0 needs a row for its NaN
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=f"skip={skip!r} reads how many rows are kept. For one full "
                                       "graph give max_kept, or skip='none'")
@@ -368,7 +375,7 @@ def on_kept_rows(chunk_losses, hidden, targets, w, limit, *, group=None, skip="r
     """chunk_losses(hidden, targets, w) of the rows that `skip` chooses, in chunks of up to `limit`
     rows; 0 in all other rows."""
     N, keep, too_many = w.shape[0], (w != 0).any(1), None
-    if max_kept is not None:  # if more are kept: NaN for all of them, here for their gradients
+    if max_kept is not None:  # more are kept: a factor of NaN makes all their gradients NaN
         too_many = keep & (keep.sum() > max_kept)
         hidden = hidden * torch.where(too_many, NAN, 1.0)[:, None].to(hidden.dtype)
     size = chunk_rows(N, limit)
@@ -379,8 +386,9 @@ def on_kept_rows(chunk_losses, hidden, targets, w, limit, *, group=None, skip="r
     results = in_chunks(chunk_losses, hidden, targets, w, size, recompute, group)
     if index is not None:
         results = [x.new_zeros(N, *x.shape[1:]).index_copy(0, index, x) for x in results]
-    if too_many is not None:  # (x.t(): the rows last, where the condition has them)
-        results = [x if x.dtype == torch.bool else torch.where(too_many, NAN, x.t()).t()
+    if too_many is not None:  # and their results
+        results = [x if x.dtype == torch.bool else
+                   torch.where(too_many if x.dim() == 1 else too_many[:, None], NAN, x)
                    for x in results]
     return results
 
@@ -389,7 +397,7 @@ def in_chunks(chunk_losses, hidden, targets, w, size, recompute, group) -> list[
     """chunk_losses of `size` rows at a time.
 
     Under `checkpoint` a chunk's logits are freed after forward, and backward computes them again.
-    It begins with the last chunk, whose logits forward can as well keep (unless recompute says no).
+    It begins with the last chunk, so forward keeps that one's logits, unless recompute is True.
     """
     def chunks_of(x):  # hidden states of masked rows become 0 before any GEMM
         parts = zip(x.split(size), w.split(size))
@@ -409,18 +417,18 @@ def in_chunks(chunk_losses, hidden, targets, w, size, recompute, group) -> list[
 
 # --------------------------------------------------------- 4 a vocabulary that is split over ranks
 class Vocabulary(NamedTuple):
-    """Rank r holds columns [r * each, r * each + here); its tensor may be padded up to `each`."""
+    """Rank r holds columns [r * each, r * each + here), and maybe padding after them."""
 
-    size: int
-    each: int
-    here: int
+    size: int  # V, over all ranks
+    each: int  # ceil(size / ranks)
+    here: int  # columns that count on this rank, at most `each`
     dtype: torch.dtype  # of logits or hidden states: all ranks must agree
     group: Optional[distributed.ProcessGroup]
 
 
 class GatherColumns(torch.autograd.Function):
     """The columns of all ranks side by side. Each rank then computes the same loss of all columns,
-    so backward has the whole gradient, of which it keeps that of its own columns: no sum."""
+    so in backward each has the same whole gradient, and takes its own columns: no all_reduce."""
 
     @staticmethod
     def forward(ctx, x, group):  # (n, each) -> (n, ranks * each)
@@ -497,7 +505,7 @@ MAY_BE_NONE = ("vocab_size", "chunk_size", "max_kept", "softcap", "teacher_softc
 
 
 def check_options(**options) -> None:
-    """TypeError or ValueError for an option that the tables above do not allow."""
+    """TypeError or ValueError for a value that the tables above do not allow; others pass."""
     for name, x in options.items():
         if name in CHOICES:
             if x not in CHOICES[name]:
@@ -512,7 +520,7 @@ def check_options(**options) -> None:
 
 
 def check_tensor(name: str, x, shape, dtypes=None, device=None) -> None:
-    """TypeError or ValueError unless x is such a tensor."""
+    """TypeError or ValueError unless x is a tensor of that shape, of one of dtypes, on device."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {x!r:.200}")
     if hasattr(x, "full_tensor"):
@@ -535,8 +543,9 @@ def check_tensor(name: str, x, shape, dtypes=None, device=None) -> None:
 def check_values(wrong: Tensor, message) -> None:
     """ValueError(message(i)) if wrong is True anywhere; i is the first place, of wrong.flatten().
 
-    Only where values can be read for nothing. On an accelerator that would make the host wait, and
-    while a graph is traced there are none: then nothing is raised, and the callers make NaN."""
+    Only where it costs nothing to read values. On an accelerator the host would wait, and while a
+    graph is traced there are none: then nothing is raised, and the callers make NaN. (torch.equal
+    and not `if wrong.any()`, which counts as a sync.)"""
     if wrong.device.type != "cpu" or torch.compiler.is_compiling():
         return
     try:
@@ -569,8 +578,8 @@ def check_ignore_index(ignore_index, dtype) -> None:
 
 
 def check_num_items(num_items, reduction):
-    """-> None, a number, or a 0-dim tensor: of (n, 1), which nn.DataParallel makes of one number,
-    the first. No value in a tensor is looked at."""
+    """-> None, a number, or a 0-dim tensor. Of shape (n, 1), n times the same number, as Trainer
+    makes it for nn.DataParallel, the first. No value in a tensor is looked at."""
     if num_items is None:
         return None
     if reduction in ("sum", "none"):
@@ -610,7 +619,7 @@ def check_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_size
                vocab_group=None, cu_seqlens=None, num_items=None, **options) -> Vocabulary:
     """All that can be wrong with a call but for the values in its tensors; cu_seqlens and num_items
     are checked where they are used. x: logits; or hidden states, then head is (weight, bias)."""
-    has_labels = "ignore_index" in options  # or a distribution for a target
+    has_labels = "ignore_index" in options  # else the target is a distribution
     check_options(vocab_size=vocab_size, **options)
     if options.get("max_kept") is not None and options.get("skip", "rows") != "rows":
         raise ValueError(f"max_kept={options['max_kept']} goes with skip='rows', "
@@ -639,8 +648,8 @@ def check_call(x, target, loss_mask, head=None, teacher_head=None, *, vocab_size
 
 def call_items(x, target, loss_mask, v: Vocabulary, *, ignore_index=None, reduction=None,
                cu_seqlens=None, num_items=None, **_):
-    """After check_call -> labels (N, K) in [0, V), or None for a distribution; and w (N, K): 0
-    where masked, NaN where a label is wrong."""
+    """After check_call. -> labels, w. labels (N, K) in [0, V), or None if the target is a
+    distribution. w (N, K): 0 where masked, NaN where a label is wrong."""
     tokens, has_labels = x.shape[:-1], ignore_index is not None
     if has_labels:
         a = (target != ignore_index).double()
@@ -664,7 +673,8 @@ def call_items(x, target, loss_mask, v: Vocabulary, *, ignore_index=None, reduct
 
 
 def checked_call(x, target, loss_mask, head=None, teacher_head=None, **options):
-    """check_call and call_items -> Vocabulary, labels, w; with an error of any rank on all."""
+    """check_call and call_items -> Vocabulary, labels, w. If one rank of vocab_group fails, all
+    raise."""
     def check():
         v = check_call(x, target, loss_mask, head, teacher_head, **options)
         return (v, *call_items(x, target, loss_mask, v, **options))
@@ -702,20 +712,20 @@ def from_hidden(row_losses, hidden, target, loss_mask, head, teacher_head=None, 
     teacher_head the target is the teacher's hidden states."""
     v, labels, w = checked_call(hidden, target, loss_mask, head, teacher_head,
                                 chunk_size=chunk_size, logits_dtype=logits_dtype, **options)
-    logits = head_logits(*head, v, logits_dtype)
+    logits_of = head_logits(*head, v, logits_dtype)
     if teacher_head is None:
         targets, columns = labels, v.size
     else:
         teacher_weight, teacher_bias = teacher_head
-        teacher_logits = head_logits(
+        teacher_logits_of = head_logits(
             teacher_weight.detach(), None if teacher_bias is None else teacher_bias.detach(), v)
         targets = target.detach().reshape(w.shape[0], target.shape[-1])
         columns = 2 * v.size  # a chunk holds the logits of both
 
     def chunk_losses(hidden, targets, w):
         if teacher_head is not None:
-            targets = teacher_logits(targets)
-        return row_losses(logits(hidden), targets, w, **options)
+            targets = teacher_logits_of(targets)
+        return row_losses(logits_of(hidden), targets, w, **options)
 
     rows = hidden.reshape(w.shape[0], hidden.shape[-1])
     if v.group is not None:
@@ -726,11 +736,12 @@ def from_hidden(row_losses, hidden, target, loss_mask, head, teacher_head=None, 
 
 
 def reduced(results, target, x, reduction=None, ignore_index=None, **_):
-    """One loss, the losses in the shape of the items, or, where there is no reduction, LogProbs."""
+    """One loss; for reduction="none" the losses in the shape of the items; for log-probabilities,
+    where reduction is None, a LogProbs."""
     tokens = x.shape[:-1]
     items = tokens if ignore_index is None else target.shape
     if reduction is None:
-        return LogProbs(results[0].view(items), *(x.view(tokens) for x in results[1:]))
+        return LogProbs(results[0].view(items), *(y.view(tokens) for y in results[1:]))
     return results[0].view(items) if reduction == "none" else results[0].sum()
 
 
@@ -742,9 +753,11 @@ def reduced(results, target, x, reduction=None, ignore_index=None, **_):
 # num_items    the divisor over everything that is added up (see token_weights)
 # softcap      z = softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118), then / temperature
 # vocab_size   columns from there on are padding: they take no part, whatever they hold
-# vocab_group  ranks that each hold a part of the columns (or rows of linear_weight), in rank order
-# Math in float32, for float64 in that. TypeError or ValueError for bad types, shapes, devices and
-# options; for bad values (labels, weights, cu_seqlens) on CPU, where elsewhere the result is NaN.
+# vocab_group  ranks that each hold a part of the columns (or rows of linear_weight), in rank order;
+#              all pass the same tokens, labels and mask
+# Math and losses are in float32 (float64 for float64 inputs); where nothing is kept the loss is 0.
+# Bad types, shapes, devices and options always raise TypeError or ValueError. Bad values (in labels,
+# weights, cu_seqlens) raise on CPU, and give NaN on other devices.
 def masked_cross_entropy(
     logits: Tensor,  # (..., V)
     target: Tensor,  # (...) int32 or int64, or (..., K): several labels a token
@@ -775,7 +788,7 @@ def masked_cross_entropy_from_distribution(
     """"cross_entropy" -sum q log p, "forward_kl" sum q log(q/p), "reverse_kl" sum p log(p/q).
 
     q is target, which need not sum to 1, or softmax(target / temperature); it gets no gradient, and
-    softcap is for the logits alone. The factor temperature^2 of distillation (Hinton et al., arXiv
+    softcap is not applied to it. The factor temperature^2 of distillation (Hinton et al., arXiv
     1503.02531) is not applied.
 
     >>> t = torch.tensor([[0.5, 0.25]])
@@ -794,8 +807,8 @@ def masked_log_probs(
     loss_mask: Optional[Tensor] = None,  # like target; says only which are kept
     *, ignore_index=-100, softcap=None, temperature=1.0, vocab_size=None, vocab_group=None,
 ) -> LogProbs:
-    """log p of each label; of each token the entropy -sum p log p, and whether its (first) label is
-    the likeliest. The first two have gradients, together or alone, for any upstream.
+    """log p of each label; of each token the entropy -sum p log p, and whether no logit is larger
+    than its (first) label's. log_prob and entropy are differentiable, both at once or either.
 
     >>> masked_log_probs(torch.zeros(1, 2), torch.tensor([1])).entropy.tolist()
     [0.6931471824645996]
@@ -815,13 +828,15 @@ def masked_linear_cross_entropy(
     z_loss=0.0, softcap=None, temperature=1.0, vocab_size=None, vocab_group=None, chunk_size=None,
     skip="rows", max_kept=None, logits_dtype=None, recompute=False, allow_retain_graph=False,
 ) -> Tensor:
-    """masked_cross_entropy(F.linear(hidden, linear_weight, linear_bias)) without its (N, V).
+    """masked_cross_entropy(F.linear(hidden, linear_weight, linear_bias)), but never all its logits.
 
     chunk_size    rows whose logits are held at once
     skip          "rows" computes the kept rows (one host sync, for their count), "chunks" the
                   chunks that keep any (one sync), "none" every row
-    max_kept      a bound on the kept rows that you know: no sync; if more are kept, NaN
-    logits_dtype  torch.float32: logits are not rounded, and those of bfloat16 take twice the memory
+    max_kept      an upper bound on the number of kept rows, known beforehand: no sync; needs
+                  skip="rows"; if more are kept, NaN
+    logits_dtype  torch.float32: logits are not rounded to bfloat16 (the GEMM's operands are); twice
+                  the memory
     recompute     backward computes the logits of the last chunk again, too: least memory
     allow_retain_graph   only masked_ce_triton needs it, for a second backward
 
@@ -848,8 +863,8 @@ def masked_linear_log_probs(
     chunk_size=None, skip="rows", max_kept=None, logits_dtype=None, recompute=False,
     allow_retain_graph=False,
 ) -> LogProbs:
-    """masked_log_probs(F.linear(hidden, linear_weight, linear_bias)) without its (N, V). The
-    options after vocab_group are those of masked_linear_cross_entropy.
+    """masked_log_probs(F.linear(hidden, linear_weight, linear_bias)), but never all its logits.
+    From chunk_size on the options are those of masked_linear_cross_entropy.
 
     >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
     >>> masked_linear_log_probs(h, w, torch.tensor([1])).log_prob.tolist()
@@ -874,8 +889,8 @@ def masked_linear_distillation(
     allow_retain_graph=False,
 ) -> Tensor:
     """masked_cross_entropy_from_distribution(student's logits, teacher's logits, loss_mask,
-    target_format="logits"), a chunk of both at a time. The teacher gets no gradient. The options
-    after temperature are those of masked_linear_cross_entropy.
+    target_format="logits"), a chunk of both at a time. The teacher gets no gradient.
+    From chunk_size on the options are those of masked_linear_cross_entropy.
 
     >>> h, w = torch.ones(1, 2), torch.zeros(2, 2)
     >>> masked_linear_distillation(h, w, h, w, divergence="forward_kl").item()
