@@ -756,7 +756,7 @@ def reduced(results, target, x, reduction=None, ignore_index=None, **_):
 # vocab_group  ranks that each hold a part of the columns (or rows of linear_weight), in rank order;
 #              all pass the same tokens, labels and mask
 # Math and losses are in float32 (float64 for float64 inputs); where nothing is kept the loss is 0.
-# Bad types, shapes, devices and options always raise TypeError or ValueError. Bad values (in labels,
+# Bad types, shapes, devices and options always raise TypeError or ValueError. Bad values (labels,
 # weights, cu_seqlens) raise on CPU, and give NaN on other devices.
 def masked_cross_entropy(
     logits: Tensor,  # (..., V)

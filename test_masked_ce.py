@@ -1313,6 +1313,14 @@ def two_parts(r):
             close(gradients(loss, z)[0], part(r, tensor(dz)))
         dist.all_reduce(loss := loss.detach())
         close(loss, right)
+    # bad values on one rank: it raises after the sums over ranks, or gets NaN; none waits
+    ones, cu, first = torch.ones(3, device=DEVICE), tensor([0, 3]), int(r.rank == 0)
+    for keep, cu in ((ones - 3 * first, None), (ones, cu - first)):
+        try:
+            w = r.api.token_weights(keep, "sample_mean", cu_seqlens=cu, process_group=r.group)
+            assert w.isnan().any().item() == first
+        except ValueError:
+            assert first
 
 
 # --------------------------------------------------------------------------- README, word for word
